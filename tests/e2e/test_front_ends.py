@@ -89,6 +89,15 @@ def every(server: Server) -> list[int]:
     return [server.process.pid, *others]
 
 
+def files(server: Server) -> set[str]:
+    """Return the names of the files that the processes share."""
+    rows = (row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:])
+    sockets = {f"socket:[{row[6]}]": Path(row[-1]) for row in rows if "/from" in row[-1]}
+    own = {os.readlink(one) for one in Path(f"/proc/{server.process.pid}/fd").iterdir()}
+    (folder,) = {path.parent for socket, path in sockets.items() if socket in own}
+    return {path.name for path in folder.iterdir()}
+
+
 def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
     with serving() as (server, fronts, core):
         texts, names = [], set()
@@ -141,6 +150,8 @@ def test_a_killed_process_loses_its_clients_and_no_other_and_is_started_again() 
             assert server.complete(max_tokens=4).status == 200
         # The others write their counts once a second, and the new process has those of the dead one.
         wait_until(lambda: sum(server.metric("quire:request_success_total").values()) > sum(before.values()), "counts")
+        left = {name for name in files(server) if name.startswith(("from", "counts")) and not name.endswith(".new")}
+        assert left == {"from", "from1", "from2.1", "counts0", "counts1", "counts2"}
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0 and not is_running(pid)
 
@@ -218,6 +229,7 @@ def test_a_killed_core_is_started_again_for_all_processes_and_a_loop_ends_the_se
 
             wait_until(served, "a process does not serve")
         assert server.ask(f"/v1/responses/{kept['id']}").json() == kept
+        assert not {"from", "from1", "to"} & files(server), "files of the dead core are left"
         (again,) = {*children(server.process.pid)} - {*every(server)}
         wait_until(lambda: len(server.metric("quire:restarts_total")) == 2, "restarts are not counted")
         os.kill(again, signal.SIGKILL)

@@ -42,12 +42,12 @@ class Curves:
         return Sample(time.monotonic() - self._began, int(rows["VmRSS"].split()[0]), num_open, int(rows["Threads"]))
 
     def long_lived(self, seconds: float) -> dict[tuple[str, str, int], list[Sample]]:
-        """Return the curves of processes that were seen for so long, without the first third, when caches fill."""
+        """Return the last half of the curves of processes that were seen for so long: caches fill in the first one."""
         found = {}
         for key, curve in self.curves.items():
             life = curve[-1].seconds - curve[0].seconds
             if life >= seconds:
-                found[key] = [one for one in curve if one.seconds >= curve[0].seconds + life / 3]
+                found[key] = [one for one in curve if one.seconds >= curve[0].seconds + life / 2]
         return found
 
 

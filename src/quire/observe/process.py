@@ -67,8 +67,8 @@ async def watch_event_loop(report: Callable[[float], None], interval: float = 0.
 async def collect_garbage() -> None:
     """Free objects that refer to each other, every `GARBAGE_SECONDS` until cancelled.
 
-    A closed connection leaves some 20 of them: transports of asyncio, parsers, cycles of uvicorn. Those that Python has
-    moved to its older generations would wait for millions of others, and the process would grow for days.
+    A closed connection leaves some 7 of them: a transport of asyncio, with its socket and addresses. Those that Python
+    has moved to its older generations would wait for millions of others, and the process would grow for days.
     """
     while True:
         await asyncio.sleep(GARBAGE_SECONDS)

@@ -2,7 +2,7 @@
 
 Counts of requests are those of a process. Counts of steps are made by the first process alone. The state of the engine
 is known to all. While there is no engine, each process knows the requests that it holds. The file of a process that has
-ended stays, so that no counter goes back.
+ended stays, so that no counter goes back. The next process of the same number goes on with it.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class SharedMetrics(Metrics):
     ) -> None:
         super().__init__(prefix, model_name)
         self._number, self._count = number, count
-        self._file = f"counts{number}{f'.{again:06d}' * bool(again)}"
+        self._file, self._follows = f"counts{number}", again > 0
         self._folder: Path | None = None
         self._failed = False  # the last write
         if number:
@@ -75,7 +75,7 @@ class SharedMetrics(Metrics):
         new = folder / f"{self._file}.new"
         try:
             if folder.is_dir():  # the first process, which ends last, has not deleted it
-                new.write_bytes(msgspec.msgpack.encode(self._counts()))
+                new.write_bytes(msgspec.msgpack.encode(self._told(folder / self._file)))
                 new.replace(folder / self._file)
             self._failed = False
         except OSError as fault:
@@ -94,7 +94,7 @@ class SharedMetrics(Metrics):
         own = super()._num_held()
         if self._held is None:
             return own
-        others = {counts.number: counts.held for counts in self._others()}  # the last process of each number
+        others = {counts.number: counts.held for counts in self._others()}
         return own + sum(held for number, held in others.items() if number != self._number)
 
     def render(self) -> tuple[bytes, str]:
@@ -112,6 +112,17 @@ class SharedMetrics(Metrics):
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last
             whole._add(counts)
         return super(SharedMetrics, whole).render()
+
+    def _told(self, file: Path) -> Counts:
+        """Return the counts for the others: once this process is ready, with those that the one before has left."""
+        if self._follows and file.exists():
+            before, pids = DECODER.decode(file.read_bytes()), self._pids
+            if not self._num_slots:  # the buckets of lengths are not known yet
+                return msgspec.structs.replace(before, held=super().num_held())
+            self._add(before)
+            self._pids = before.pids | pids
+        self._follows = False
+        return self._counts()
 
     def _counts(self) -> Counts:
         return Counts(

@@ -21,7 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.child_process import ChildProcess
 from quire.procs.core_restarts import SERVED_SECONDS, CoreRestarts, Offspring, sleeps
-from quire.procs.front_ends import ALONE, MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts
+from quire.procs.front_ends import ALONE, MOST_RESTARTS, RESTART_SECONDS, FrontPlace, Restarts, remove_sockets
 from quire.procs.messages import (
     Back,
     CoreStart,
@@ -256,9 +256,8 @@ class CoreClient:
     def _await_core(self, core: int) -> None:
         """Wait for the messages of the next core, on sockets of its own."""
         self._close_sockets()
-        if not self.place.number:
-            for path in (self.place.to_core, self.place.from_core):  # the dead core has left the first one
-                Path(path.removeprefix("ipc://")).unlink(missing_ok=True)
+        left = [] if self.place.number else [self.place.to_core]  # by the dead core
+        remove_sockets(self.place.from_core, *left)
         self.place, self._connected, self._fault = self.place.of_core(core), False, ""
         self._open_sockets()
 
@@ -363,6 +362,7 @@ class CoreClient:
                 del self._others[place]
                 child.release()
                 self._stopped.pop(place, None)
+                remove_sockets(place.from_core)
                 self._tell_core(Gone(place))
                 if not self._draining:
                     self._tell_end(place, f"(pid {child.pid}) {how}: its clients have lost their connections")

@@ -6,6 +6,7 @@ tells the front end that made it.
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -129,6 +130,12 @@ def start_front(module: str, config: ServerConfig, listener: int, place: FrontPl
         return ChildProcess(module, start_line(start), descriptors=(listener,))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def remove_sockets(*addresses: str) -> None:
+    """Remove the files of sockets on which nobody listens any more, if they are there."""
+    for address in addresses:
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def owner(number: int, count: int) -> int:

@@ -42,27 +42,11 @@ LOG = logging.getLogger("quire")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 NO_TRACING = TracingConfig()
-ROUTES = {
-    **dict.fromkeys(
-        (
-            "/v1/completions",
-            "/v1/chat/completions",
-            RESPONSES,
-            "/v1/messages",
-            "/v1/messages/count_tokens",
-            "/v1/embeddings",
-            "/v1/rerank",
-            "/v2/rerank",
-            "/rerank",
-            "/v1/score",
-            "/score",
-            "/tokenize",
-            "/detokenize",
-        ),
-        "POST",
-    ),
-    **dict.fromkeys(("/v1/models", "/tokenizer_info", "/version"), "GET"),
-}
+POSTED = (
+    f"/v1/completions /v1/chat/completions {RESPONSES} /v1/messages /v1/messages/count_tokens /v1/embeddings "
+    "/v1/rerank /v2/rerank /rerank /v1/score /score /tokenize /detokenize"
+).split()
+ROUTES = dict.fromkeys(POSTED, "POST") | dict.fromkeys(("/v1/models", "/tokenizer_info", "/version"), "GET")
 MODEL = "/v1/models/"
 DRAIN, RESUME = "/backends/drain", "/backends/resume"
 

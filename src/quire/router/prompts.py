@@ -22,18 +22,9 @@ TURNS = ("prompt", "messages", "input")  # of these, the fields that grow with a
 BEGINNING = 4 * CHUNK  # bytes of a prompt by which it is hashed when it is one text
 # Fields that /tokenize takes of a completion or a chat.
 TOKENIZED = (
-    "model",
-    "prompt",
-    "messages",
-    "tools",
-    "add_special_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "reasoning_effort",
-)
+    "model prompt messages tools add_special_tokens add_generation_prompt continue_final_message chat_template "
+    "chat_template_kwargs documents reasoning_effort"
+).split()
 MESSAGES = re.compile(rb"\[\s*\{")
 ONCE = (b"", b"null", b"1")  # values of n and best_of that give one answer
 Fields = dict[str, msgspec.Raw]

@@ -20,21 +20,11 @@ from quire.router.addresses import Address
 Header = tuple[bytes, bytes]
 IDLE_SECONDS = 4.0  # uvicorn, under vLLM, closes idle connections after 5 s
 MOST_IDLE = 256  # connections that are kept for a backend
+READ_BYTES = 64 * 2**10  # of an answer that are read at once
 MOST_UNREAD = 256 * 2**10  # bytes of a body that wait for a slow client; then the backend is not read
 HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authenticate",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"http2-settings",
-        b"expect",
-        b"proxy-authorization",
-    )
+    b"connection keep-alive proxy-connection proxy-authenticate te trailer transfer-encoding upgrade http2-settings "
+    b"expect proxy-authorization".split()
 )
 LEFT_OUT = HOP_BY_HOP | {b"date"}  # headers of answers that are not passed on: the router's listener dates them
 
@@ -47,16 +37,18 @@ class UpstreamError(Exception):
         self.reason, self.unheard = reason, unheard
 
 
-class Upstream(asyncio.Protocol):
+class Upstream(asyncio.BufferedProtocol):
     """A connection to a backend; one request at a time.
 
+    buffer            takes received bytes until they are parsed, at once; other connections use it, too
     status, headers   of the answer, once `ask` has returned
     lost              the reason why no further request can be sent; "" if one can
     arrived           `time.perf_counter` when the oldest piece came that `read` has not returned
     sink              gets pieces of the body while `read` waits, without waking it; False: `read` returns the piece
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
         self.arrived = self.idle_since = 0.0
         self.reused = False
         self.lost = ""
@@ -119,7 +111,11 @@ class Upstream(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next bytes."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Parse what came, and wake the request that waits for it."""
         if not self._pieces:
             self.arrived = time.perf_counter()
@@ -127,7 +123,7 @@ class Upstream(asyncio.Protocol):
         if self._ended:
             return self.abort("the backend sent bytes after its answer")
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._buffer[:nbytes])
         except httptools.HttpParserUpgrade:
             return self.abort("the backend answered with another protocol")
         except httptools.HttpParserError as error:
@@ -144,6 +140,8 @@ class Upstream(asyncio.Protocol):
         if self._headed and self._until_close and error is None:
             self._ended = True
         self.lost = self.lost or f"the connection broke off ({error or 'closed by the backend'})"
+        self.sink = None
+        del self._parser  # both refer to this connection, which would wait for a garbage collection
         self._wake()
 
     # --- the parser's callbacks -----------------------------------------------------------------------------------
@@ -195,6 +193,7 @@ class Pool:
         self._address, self._timeout = address, connect_timeout
         self._idle: list[Upstream] = []
         self._tls = _certificates() if address.tls else None
+        self._made = functools.partial(Upstream, memoryview(bytearray(READ_BYTES)))
 
     async def ask(self, method: bytes, target: bytes, headers: list[Header], body: bytes) -> Upstream:
         """Send a request and return the connection with the head of the answer. Raises `UpstreamError`.
@@ -254,7 +253,9 @@ class Pool:
         try:
             async with asyncio.timeout(self._timeout):
                 name = (self._address.name or host) if self._tls else None  # that the certificate must have
-                _, connection = await loop.create_connection(Upstream, host, port, ssl=self._tls, server_hostname=name)
+                _, connection = await loop.create_connection(
+                    self._made, host, port, ssl=self._tls, server_hostname=name
+                )
                 return connection
         except TimeoutError:
             raise UpstreamError(f"no connection within {self._timeout:g} s", "timeout") from None

@@ -116,6 +116,28 @@ def test_counts_are_written_again_after_a_fault(
     assert line.startswith(f"the counts of HTTP process 1 for /metrics could not be written to {tmp_path}: Is a dir")
 
 
+def test_the_next_process_goes_on_with_the_counts_of_those_before(tmp_path: Path) -> None:
+    """However often a process dies, there is one file of its number, and a scrape reads no more."""
+
+    async def ended_early() -> None:
+        loading = asyncio.create_task(next_one(3).share(tmp_path))
+        await asyncio.sleep(0)
+        loading.cancel()
+
+    def next_one(again: int) -> SharedMetrics:
+        return SharedMetrics("quire", "m", number=1, count=2, again=again)
+
+    first, second = made(2)
+    for metrics in (second, next_one(1), next_one(2), first):
+        asyncio.run(shared([metrics], tmp_path))
+    asyncio.run(ended_early())
+    found = samples(first)
+    assert {path.name for path in tmp_path.iterdir()} == {"counts0", "counts1"}
+    for name in ("http_requests_total", "request_prompt_tokens_count", "steps_total", "step_tokens_total"):
+        values = [value for key, value in found.items() if key.startswith(f"quire:{name}") and value]
+        assert values and all(value % 4 == 0 for value in values), (name, values)
+
+
 def test_a_scrape_does_not_change_the_counts(tmp_path: Path) -> None:
     every = made(2)
     asyncio.run(shared(every, tmp_path))

@@ -33,6 +33,7 @@ from quire.entry.http.sse import DIRECT_BODY
 
 LOG = logging.getLogger("quire")
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
+READ_BYTES = 256 * 2**10  # that are read at once
 LINGER = 2.0  # seconds that a refused upload is read and dropped
 
 
@@ -75,11 +76,13 @@ class Traffic:
 
     uploading   bytes of request bodies that are arriving
     refused     called with the status of each refused request
+    buffer      takes received bytes until they are parsed, at once
     """
 
     def __init__(self, refused: Callable[[int], None] = lambda status: None) -> None:
         self.uploading = 0
         self.refused = refused
+        self.buffer = memoryview(bytearray(READ_BYTES))
 
 
 class _Reading(Enum):
@@ -145,8 +148,14 @@ class _Unchunked:
         await self._app(scope, receive, sending)
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """An HTTP/1.1 connection with limits."""
+def _refusal(error: httptools.HttpParserError) -> _Refused:
+    """Return the refusal that a callback raised, or one of no HTTP. A frame below that kept it would form a circle."""
+    cause = error.__context__
+    return cause if isinstance(cause, _Refused) else _Refused(400, f"not a valid HTTP request: {error}.")
+
+
+class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """An HTTP/1.1 connection with limits. Buffers as asyncio makes them, 256 KiB for each read, tear the heap."""
 
     def __init__(self, *, limits: ConnectionLimits, traffic: Traffic, **server: Any) -> None:
         super().__init__(**server)
@@ -180,8 +189,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
         super().connection_lost(exc)
+        self._let_request_go()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next bytes."""
+        return self._traffic.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take bytes from the buffer."""
+        self.data_received(self._traffic.buffer[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Parse received bytes and check the limits."""
         if self._closing:
             return
@@ -289,8 +307,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Drop what nobody has read of the body: the request lives until the next garbage collection."""
+        """Let the request go, with what nobody has read of its body: the object lives until the next request."""
         self.cycle.body = bytearray()
+        self._let_request_go()
         super().on_response_complete()
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -299,19 +318,22 @@ class LimitedProtocol(HttpToolsProtocol):
     def _responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _feed(self, data: bytes) -> bool:
+    def _let_request_go(self) -> None:
+        """Break the circle scope -> `ChunkedBody` -> request -> scope, which would wait for a garbage collection."""
+        if self.cycle is not None and (extensions := self.cycle.scope.get("extensions")):
+            extensions.clear()
+
+    def _feed(self, data: bytes | memoryview) -> bool:
         """Parse data. Return False when the request was refused or dropped."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             return self._continue_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            cause = error.__context__
             if self._responding and self._reading is _Reading.IDLE:
                 self._hear_no_more()
-                return False
-            refused = cause if isinstance(cause, _Refused) else _Refused(400, f"not a valid HTTP request: {error}.")
-            self._refuse(refused)
+            else:
+                self._refuse(_refusal(error))
             return False
         return True
 
@@ -322,7 +344,7 @@ class LimitedProtocol(HttpToolsProtocol):
             found = f"has {hosts} Host headers" if hosts else "has no Host header"
             raise _Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
 
-    def _continue_without_upgrade(self, rest: bytes) -> bool:
+    def _continue_without_upgrade(self, rest: bytes | memoryview) -> bool:
         """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
         at such a request and would lose its body, so it is parsed again without the upgrade headers."""
         line, self._upgrade = self._upgrade, None

@@ -57,10 +57,11 @@ class Watch:
             raise ClientGone from error
 
     async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._owner.cancel()
+        with suppress(asyncio.CancelledError):  # kept by the task, it would form a circle with this watch
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self._gone = True
+            self._owner.cancel()
 
 
 class Exchange:

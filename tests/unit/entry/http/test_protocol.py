@@ -115,7 +115,7 @@ def test_the_number_of_chunks_is_bounded(serve_echo: Start, chunks: int, status:
 
 
 def test_a_body_that_nobody_reads_is_dropped_with_the_answer(serve_echo: Start) -> None:
-    """A request is part of a cycle. Refused requests without a key held 200 KB each until the garbage collection."""
+    """The connection keeps the request until the next one. Refused requests without a key held 200 KB each."""
     cycles = []
 
     async def refuses(scope: Any, receive: Any, send: Any) -> None:

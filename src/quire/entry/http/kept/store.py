@@ -106,8 +106,11 @@ class ResponseStore:
         with (folder / "opening").open("wb") as alone:  # SQLite does not wait for others where it sets the journal
             fcntl.flock(alone, fcntl.LOCK_EX)
             self._base = _opened(folder / "responses.sqlite")
-        self._alive = (folder / self.runner).open("wb")
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
+            for runner in folder.glob("runner*"):
+                if not self._lives(runner.name):
+                    runner.unlink()
+            self._alive = (folder / self.runner).open("wb")
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
 
     def keep(self, name: str, kept: Kept, events: Sequence[bytes] = ()) -> None:
         """Store a finished response, and the last events of its stream if these are kept. Drop the least recently used
@@ -229,11 +232,13 @@ class ResponseStore:
         """Return False if a runner has ended: it holds the lock of its file as long as it lives."""
         if self._folder is None or runner in ("", self.runner):
             return True
-        with (self._folder / runner).open("rb") as file:
-            try:
+        try:
+            with (self._folder / runner).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:  # a later process has removed it
+            pass
         return False
 
     def _lost(self, name: str, kept: Kept) -> Kept:

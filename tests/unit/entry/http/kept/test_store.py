@@ -91,6 +91,10 @@ def test_a_background_response_whose_process_is_gone_has_failed(tmp_path: Path) 
         assert failed.runner == "" and json.loads(failed.body)["status"] == "failed"
         assert "has ended" in json.loads(failed.body)["error"]["message"]
         await other.end("a", ME)
+        other.keep("b", begun)
+        third = ResponseStore(tmp_path)
+        assert {path.name for path in tmp_path.glob("runner*")} == {other.runner, third.runner}
+        assert third.find("b", ME).runner == "", "the file of its runner is gone"
 
     asyncio.run(scenario())
 
