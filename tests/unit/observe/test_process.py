@@ -31,7 +31,7 @@ def test_the_age_of_this_process() -> None:
     shown = "from quire.observe.process import age; print(age())"
     source = Path(__file__).resolve().parents[3] / "src"
     child = subprocess.run([sys.executable, "-c", shown], cwd=source, capture_output=True, text=True, check=True)
-    assert 0 <= float(child.stdout) < old
+    assert 0 <= float(child.stdout) < (age() or 0)
 
 
 def test_a_process_that_is_gone_has_no_usage() -> None:
