@@ -10,8 +10,8 @@ from quire.config.env import BACKEND_KEY, backend_key
 from quire.contracts.errors import ConfigError, shown
 from quire.router.addresses import Member, event_addresses, member, members
 
-EXACT, HASHED = "exact", "consistent-hash"
-COSTED = ("prefix-affinity", EXACT)  # policies that look at prompts
+AFFINE, EXACT, HASHED = "prefix-affinity", "exact", "consistent-hash"  # policies
+COSTED = (AFFINE, EXACT)  # policies that look at prompts
 LEAST = {
     "prefill_threshold": 1,
     "affinity_entries": 1,
@@ -44,7 +44,7 @@ class Discovery:
 class BackendChoice:
     """The choice of a backend."""
 
-    policy: str = "prefix-affinity"
+    policy: str = AFFINE
     affinity_entries: int = 2**18
     session_header: str = "x-session-id"
     load_bound: float = 1.25
@@ -75,6 +75,9 @@ class Health:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the router's own requests to backends."""
         return [(b"authorization", b"Bearer " + self.backend_api_key.encode())] if self.backend_api_key else []
+
+
+PARTS = {"discovery": Discovery, "choice": BackendChoice, "faults": Faults, "health": Health}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,30 @@ def router_config(given: Mapping[str, Any]) -> RouterConfig:
     if both:
         raise ConfigError(f"{min(both)} is in --backend and in --prefill-backend: a server has one of the two parts.")
     values["backend"] = _with_events(named, values.get("kv_events", ()), values)
-    parts = {"discovery": Discovery, "choice": BackendChoice, "faults": Faults, "health": Health}
-    return _part(RouterConfig, values | {name: _part(kind, values) for name, kind in parts.items()})
+    _refuse_idle(values)
+    return _part(RouterConfig, values | {name: _part(kind, values) for name, kind in PARTS.items()})
+
+
+def _refuse_idle(values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a setting that nothing would read."""
+    policy = values.get("policy", BackendChoice.policy)
+    hashed = policy == HASHED, f"--policy {HASHED}"
+    needs = {
+        "affinity_entries": (policy in COSTED, f"--policy {AFFINE} or {EXACT}"),
+        "session_header": hashed,
+        "load_bound": hashed,
+        "prefill_threshold": (bool(values["prefill_backend"]), "--prefill-backend"),
+        "breaker_seconds": (values.get("breaker_failures") != 0, "--breaker-failures above 0"),
+        "discovery_interval": (
+            bool(values["backend_dns"]) or values.get("backend_file") is not None,
+            "--backend-file or --backend-dns",
+        ),
+    }
+    defaults = {one.name: one.default for kind in (RouterConfig, *PARTS.values()) for one in fields(kind)}
+    for name, (read, other) in needs.items():
+        if not read and values.get(name, defaults[name]) != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} changes nothing without {other}: add that, or leave {flag} out.")
 
 
 def _part(kind: type[Part], values: Mapping[str, Any]) -> Part:

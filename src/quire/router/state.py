@@ -27,7 +27,11 @@ class RouterState:
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file)
         self.draining = frozenset[str]()
-        if self._file is None or not self._file.exists():
+        if self._file is None:
+            return
+        if not os.access(self._file.resolve().parent, os.W_OK):
+            raise ConfigError(f"--state-file {file}: its folder must be there, and writable: make it, or name another.")
+        if not self._file.exists():
             return
         try:
             self.draining = frozenset(msgspec.json.decode(self._file.read_bytes(), type=_State).draining)

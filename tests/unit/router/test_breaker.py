@@ -86,5 +86,10 @@ def test_drained_backends_are_kept_in_a_file(tmp_path: Path) -> None:
     file.write_bytes(b"[1")
     with pytest.raises(ConfigError, match="--state-file .* remove it"):
         RouterState(str(file))
-    assert RouterState(str(tmp_path / "no" / "state.json")).keep(["x"]) == "No such file or directory"
+    with pytest.raises(ConfigError, match="its folder must be there, and writable"):
+        RouterState(str(tmp_path / "no" / "state.json"))
+    (tmp_path / "later").mkdir()
+    state = RouterState(str(tmp_path / "later" / "state.json"))
+    (tmp_path / "later").rmdir()
+    assert state.keep(["x"]) == "No such file or directory"
     assert RouterState(None).keep(["x"]) == ""

@@ -181,6 +181,18 @@ def test_exact_asks_a_backend_for_the_tokens() -> None:
             "2 addresses for 1 backend",
         ),
         ({"backend": ["http://h"], "policy": "exact", "kv_events": ["tcp://*:1"]}, "is no ZMQ address to connect to"),
+        (
+            {"backend": ["http://h"], "load_bound": 2.0},
+            "--load-bound changes nothing without --policy consistent-hash: add that, or leave --load-bound out",
+        ),
+        (
+            {"backend": ["http://h"], "policy": "round-robin", "affinity_entries": 5},
+            "without --policy prefix-affinity or",
+        ),
+        ({"backend": ["http://h"], "session_header": "x"}, "--session-header changes nothing"),
+        ({"backend": ["http://h"], "prefill_threshold": 5}, "changes nothing without --prefill-backend"),
+        ({"backend": ["http://h"], "breaker_failures": 0, "breaker_seconds": 5}, "without --breaker-failures above 0"),
+        ({"backend": ["http://h"], "discovery_interval": 1}, "without --backend-file or --backend-dns"),
         ({"backend": ["http://h"], "retries": -1}, "--retries -1: must be a number of at least 0"),
         ({"backend": ["http://h"], "health_interval": float("nan")}, "--health-interval nan: must be a number"),
         ({"backend": ["http://h"], "admin_port": 70000}, "--admin-port 70000: "),
