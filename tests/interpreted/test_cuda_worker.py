@@ -834,7 +834,7 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
     found: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}
     sizes = {"graph_sizes": (2,), "graph_tokens": (48,), "draft_lengths": (drafts,) * (drafts > 0)}
     for target, logits in found.items():
-        args = model_args(model, num_hidden_layers=3, first_k_dense_replace=3)
+        args = model_args(model, num_hidden_layers=4, first_k_dense_replace=4)  # two behind the choice
         made = make_model(args, target, more=("blend",))
         for layer in made.layers if model == "latent" else ():
             layer.attention.most_absorbed = 4  # the prompt is expanded beside the decode
