@@ -23,10 +23,10 @@ from quire.config.env import CLUSTER_KEY
 from quire.contracts.errors import EngineDead
 
 from ..e2e.serving import running_server
-from ..support import eagle, template_process
+from ..support import eagle, even_replicas, template_process
 from ..support.addresses import free_port
 from ..support.full import full_rows
-from ..support.many_ranks import LARGER, SIZES, SMALL, Left, until
+from ..support.many_ranks import LARGER, ROOT, SIZES, SMALL, Left, until
 from ..support.pairwise import Row
 from .conftest import make_engine
 from .test_answers import CHECKED, ask, compare, requests
@@ -96,6 +96,30 @@ def test_answers_of_one_rank(
         code, out = other.end()
         assert code == 0 and "the engine has ended" in out
     compare(found, truth(requests(24), folder))
+
+
+@pytest.mark.parametrize("sizes", full_rows(["dp2-ep", "dp2-tp2-ep", "dp4-ep"]))
+def test_replicas_of_two_hosts_exchange_fixed_numbers_of_rows(
+    sizes: str,
+    port: int,
+    checkpoint: Callable[[str], Path],
+    truth: Callable[..., list[RequestOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As GPUs do in CUDA graphs."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    options: Row = CHECKED | {"block_size": 16, "max_num_batched_tokens": 48} | (LARGER | SIZES)[sizes]
+    folder = checkpoint("qwen3_moe")
+    with agent(port, str(folder)) as other:
+        with make_engine(folder, **options, nnodes=2, master_port=port) as llm:
+            llm.engine.core.executor.control("attach", {"module": even_replicas.__name__})
+            found, again = ask(llm, requests(24)[:5]), ask(llm, requests(24)[:1])
+            bounds: Any = llm.engine.core.executor.control("bounds", {})
+        code, out = other.end()
+        assert code == 0 and "the engine has ended" in out
+    compare(found, truth(requests(24), folder)[:5])
+    compare(again, truth(requests(24), folder)[:1])
+    assert all(one == bounds[0] for one in bounds) and set(bounds[0]) >= {0, 2}
 
 
 @pytest.mark.parametrize(("own", "there"), full_rows([(0, (2,)), (1, (2,)), (0, (1, 2))]))

@@ -16,10 +16,13 @@ from quire.engine import balancer
 from quire.engine.replicas import Replicas
 from quire.entry.prompts import PromptLike
 
+from ..support import replay_kinds
+from ..support.addresses import free_port
+from ..support.gpu_hosts import second_host
 from ..support.many_ranks import LARGER, SIZES
 from ..support.prediction_layers import noisy, predicting, small
 from ..support.tiny_models import Tiny, random_model, write_model
-from .test_ranks import num_ranks
+from .test_ranks import check_replays, num_ranks
 from .test_shared_gpu import ROUNDS
 
 DRAFTS = 3
@@ -136,6 +139,22 @@ def test_ranks_with_a_gpu_each_draft_as_one(kind: str, size: str, pair: Any, one
         for told in described(llm):
             print("steps", told["steps"])
             assert told["steps"]["recorded"] > 0 and told["steps"]["replayed"] > 0
+
+
+@pytest.mark.parametrize(("kind", "size"), [("mtp", "dp2-ep"), ("mtp latent", "dp2-ep"), ("small", "dp2-ep")])
+def test_two_hosts_draft_as_one(
+    kind: str, size: str, pair: Any, one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of a drafter in CUDA graphs, whose rows NCCL gathers."""
+    (folder, given), sizes, expected, port = pair(kind), (SIZES | LARGER)[size], one_rank(kind), free_port()
+    if torch.cuda.device_count() < num_ranks(sizes):
+        pytest.skip(f"needs {num_ranks(sizes)} GPUs, and PyTorch sees {torch.cuda.device_count()}")
+    options = OPTIONS | sizes | {"nnodes": 2, "master_port": port}
+    with second_host(monkeypatch, port, str(folder), num_ranks(sizes)):
+        with LLM(str(folder), **options, speculative_config=given) as llm:
+            llm.engine.core.executor.control("attach", {"module": replay_kinds.__name__})
+            compare(kind, sizes, ask(llm), expected)
+            check_replays(llm, 10, idle=True)
 
 
 def described(llm: LLM) -> Sequence[dict[str, Any]]:

@@ -16,11 +16,16 @@ import torch
 from quire import LLM, SamplingParams
 from quire.contracts.errors import EngineDead
 from quire.contracts.output import Logprob
+from quire.engine import balancer
 from quire.entry.prompts import PromptLike
 
+from ..support import replay_kinds
+from ..support.addresses import free_port
 from ..support.engines import rank_pids
+from ..support.gpu_hosts import second_host
 from ..support.gpu_memory import END_SECONDS, wait_for_end
 from ..support.many_ranks import DIVIDED, LARGER
+from ..support.many_ranks import SIZES as SIZES_OF_TWO
 from ..support.tiny_models import Tiny, random_model
 
 TEXTS = ("To create a new file you", "def main(", "Once upon a time", "1, 2, 3, 5, 8, 13, 21, 34; " * 8)
@@ -46,11 +51,13 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "kv_cache_memory_bytes": 256 << 20,
 }
-EAGER = {"all2all_backend": "allgather_reducescatter", "enforce_eager": True}
+GATHER = {"all2all_backend": "allgather_reducescatter"}  # which is chosen by itself between hosts
+EAGER = GATHER | {"enforce_eager": True}
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2}, "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True}, "tp4": LARGER["tp4"],
-    "tp4-ep": LARGER["tp4-ep"], "dp4-ep": LARGER["dp4-ep"], "dp4-ep-gather": LARGER["dp4-ep"] | EAGER,
+    "tp4-ep": LARGER["tp4-ep"], "dp4-ep": LARGER["dp4-ep"], "dp2-ep-gather": SIZES_OF_TWO["dp2-ep"] | GATHER,
+    "dp4-ep-gather": LARGER["dp4-ep"] | GATHER, "dp4-ep-gather-eager": LARGER["dp4-ep"] | EAGER,
     "tp8": LARGER["tp8"], "tp8-ep": LARGER["tp8-ep"], "dp8-ep": LARGER["dp8-ep"], "dp4-tp2-ep": LARGER["dp4-tp2-ep"],
     "tp4-pp2": LARGER["tp4-pp2"],
 }  # fmt: skip
@@ -130,6 +137,59 @@ def test_experts_of_many_gpus(folder: Callable[[str], str], family: str, sizes: 
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([list(one.outputs[0].token_ids) for one in outputs])
     assert found[0] == found[1]
+
+
+def check_replays(llm: LLM, least: int, *, idle: bool) -> None:
+    """Assert that every rank has replayed graphs of so many decode steps. The module `replay_kinds` is in the ranks.
+
+    idle   some of them were steps without tokens of that rank
+    """
+    found: Any = llm.engine.core.executor.control("replays", {})
+    print("replayed graphs of ranks", found)
+    assert found and all(one.get("decode", 0) + one.get("join", 0) >= least and one.get("decode") for one in found)
+    assert not idle or any(one.get("join") for one in found)
+
+
+HOSTED = {
+    "dp2-ep": SIZES_OF_TWO["dp2-ep"], "dp2-tp2-ep": SIZES_OF_TWO["dp2-tp2-ep"],
+    "dp2-pp2-ep": LARGER["dp2-pp2-ep"], "dp4-ep": LARGER["dp4-ep"],
+}  # fmt: skip
+BALANCED = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 4, "step_interval": 8, "window_size": 4}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3_moe", BALANCED), ("qwen3_moe", {"speculative_config": NGRAM})],
+    ids=["grouped", "latent", "balanced", "drafts"],
+)
+@pytest.mark.parametrize("sizes", layouts(HOSTED))
+def test_experts_of_two_hosts_in_graphs(
+    folder: Callable[[str], str], family: str, more: dict[str, Any], sizes: dict[str, Any], monkeypatch: Any
+) -> None:
+    """Between hosts NCCL gathers rows in CUDA graphs: replicas with fewer decodes, and without, bring padding."""
+    params = [SamplingParams(max_tokens=24 * (1 + n % 3), temperature=0.0, ignore_eos=True) for n in range(7)]
+    prompts: list[PromptLike] = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 17, 40, 9, 30, 5, 22)]
+
+    def answered(llm: LLM) -> list[list[list[int]]]:
+        """Many requests, then one: the other replica has none."""
+        return [
+            [list(one.outputs[0].token_ids) for one in llm.generate(prompts[:n], params[-n:], use_tqdm=False)]
+            for n in (7, 7, 1)
+        ]
+
+    options = OPTIONS | {"max_num_seqs": 16}
+    with LLM(folder(family), **options) as llm:
+        expected = answered(llm)
+    port = free_port()
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)  # experts move, if they are balanced
+    with second_host(monkeypatch, port, folder(family), num_ranks(sizes)):
+        with LLM(folder(family), **options | sizes | more, nnodes=2, master_port=port) as llm:
+            assert "dispatcher all-gather" in str(llm.engine.core.facts.plans["experts"])
+            llm.engine.core.executor.control("attach", {"module": replay_kinds.__name__})
+            assert answered(llm) == expected
+            check_replays(llm, 40, idle=True)
+            llm.engine.core.check()
 
 
 @pytest.mark.parametrize(

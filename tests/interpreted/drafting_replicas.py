@@ -1,7 +1,7 @@
 """Replicas that stand for GPUs, as in `replicas_of_gpus.py`, with a drafter whose experts they share.
 
 The drafter is a prediction layer ("mtp"), or a draft model ("draft_model"): its rows have another size, and memory of
-their own.
+their own. A method with the word "even" exchanges rows by gloo's all-gather, as many of each replica.
 
 Each replica runs the same steps, the second one a step later. So prompts of one meet decodes of the other, with other
 numbers of drafts, and each is idle once.
@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -23,14 +21,15 @@ from quire.args.checkpoint import ModelArgs
 from quire.assemble.kv_views import model_views
 from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.speculation import Speculation
-from quire.contracts.step import I32, SAMPLE, Admission, StepPlan
+from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.distributed.process_group import join_ranks
-from quire.engine.lockstep import agreed
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
+from quire.layers.expert_dispatch import AllGatherExchange
 from quire.layers.stack import Model
 from quire.plan.as_stored import with_prediction
 from quire.plan.drafts import rank_joined
+from quire.plan.graphs import even_bounds
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.placement import ranks
 from quire.procs.wire import encode
@@ -45,7 +44,7 @@ from ..support.drafters import KnownAnswers
 from ..support.features import feature
 from ..support.triton_interpreter import repair_interpreter
 from .ranks_of_gpus import rank_model
-from .replicas_of_gpus import SIZE, layout, shared_memory
+from .replicas_of_gpus import SIZE, in_lockstep, layout, shared_memory
 
 DRAFTS = 3
 SECONDS = 200  # after which a replica that waits for an exchange of the other one fails
@@ -58,6 +57,7 @@ SIZES = Limits(
         | {"num_drafts": DRAFTS, "draft_lengths": (DRAFTS,)}
     )
 )
+EVEN_SIZES = replace(SIZES, graph_sizes=(2, 4), graph_tokens=(), bounds=even_bounds((2, 4), (1, 1 + DRAFTS)), even=True)
 
 
 def arguments(method: str) -> tuple[ModelArgs, ModelArgs | None]:
@@ -111,15 +111,6 @@ def drafting_plans(decoding: Callable[..., StepPlan], admitted: Callable[..., Ad
     )
 
 
-def in_lockstep(plans: tuple[StepPlan, ...], number: int) -> list[StepPlan]:
-    """The plans of a replica, with an idle one, and the record of each step."""
-    empty: I32 = np.empty(0, np.int32)
-    idle = StepPlan(step=0, slots=empty, num_decodes=0, num_tokens=empty, num_rows=empty, outputs=np.empty(0, np.uint8))
-    both = [[*plans, None], [None, *plans]]
-    records = [agreed(pair, -1, drafts=True) for pair in zip(*both, strict=True)]
-    return [msgspec.structs.replace(one or idle, sync=sync) for one, sync in zip(both[number], records, strict=True)]
-
-
 def watch(runner: StepRunner, known: dict[int, list[int]]) -> list[tuple[int, torch.Tensor]]:
     """Let a runner with a drafter of layers have drafts that are right or wrong by chance. Returns the (positions,
     logits) of the drafts of the layers as they come."""
@@ -139,10 +130,15 @@ def rank_main(number: int, method: str, place: str) -> None:
     from .test_exchange import yielding
 
     made, dispatch, recorded = list[int](), triton_exchange.dispatch, dict[Key, list[int]]()
+    gather, (method, *even) = AllGatherExchange.dispatch, method.split()
 
     def counted(*given: Any) -> Any:
         made.append(given[-2])
         return dispatch(*given)
+
+    def counted_rows(own: AllGatherExchange, routed: Any, rows: Any) -> Any:
+        made.extend(rows)
+        return gather(own, routed, rows)
 
     class Compared(Recording):
         """A recording would make the same exchanges again."""
@@ -162,23 +158,29 @@ def rank_main(number: int, method: str, place: str) -> None:
         patch.setattr("quire.worker.construct.Graphs", Compared)
         patch.setattr("quire.worker.graphs.NARROW", 2)
         patch.setattr(triton_exchange, "dispatch", counted)
+        patch.setattr(AllGatherExchange, "dispatch", counted_rows)
         (args, draft), parallel = arguments(method), Parallel(dp=SIZE, experts=True)
-        slots, kept = shared_memory(folder, number, layout(args))
-        groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
+        groups, kept = join_ranks(str(folder / "meeting"), number, parallel, CPU), None
+        if not even:
+            slots, kept = shared_memory(folder, number, layout(args))
+            groups = replace(groups, slots=slots)
         rank = list(ranks(args, parallel))[number]
         model = rank_model(args, rank, None, "cuda", groups)
         pages = rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK)
         if draft is not None:
             own = list(ranks(draft, parallel))[number]
-            slots, more = shared_memory(folder / "draft", number, layout(draft))
-            model.draft = rank_model(draft, own, None, "cuda", replace(groups, slots=slots))
+            theirs, more = groups, None
+            if not even:
+                slots, more = shared_memory(folder / "draft", number, layout(draft))
+                theirs = replace(groups, slots=slots)
+            model.draft = rank_model(draft, own, None, "cuda", theirs)
             others = rank_geometry(draft, own, dtype="float32", device="cuda", block_size=BLOCK)
             kept, pages = (kept, more), rank_joined(pages, others, args, rank)
         arena = KVArena(pages, 32, CPU)
         runner = make_runner(
             model,
             model_views(model, arena.views),
-            SIZES,
+            EVEN_SIZES if even else SIZES,
             CPU,
             target="cuda",
             groups=groups,
@@ -186,7 +188,7 @@ def rank_main(number: int, method: str, place: str) -> None:
         )
         known = {int(seed): text for seed, text in json.loads((folder / "texts").read_text()).items()}
         seen, bounds = watch(runner, known), list[list[int]]()
-        for plan in in_lockstep(drafting_plans(drafting_plan, admission), number):
+        for plan in in_lockstep(drafting_plans(drafting_plan, admission), number, drafts=True):
             made.clear()
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
             bounds.append(list(made))

@@ -123,7 +123,7 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         if task.apart(groups.ep):  # Ray tells the hosts late
             raise ConfigError(
                 "replicas that share experts are on several hosts, whose GPUs share no memory: add "
-                "--all2all-backend allgather_reducescatter --enforce-eager, or use one host."
+                "--all2all-backend allgather_reducescatter, or use one host."
             )
         memory = partial(exchange_memory, groups.ep, device, each=together.tp)
         groups = replace(groups, slots=memory(exchange_layout(task.plan)))

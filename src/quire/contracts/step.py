@@ -93,11 +93,15 @@ class StepSync(msgspec.Struct, frozen=True):
     switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
              none
     drafts   passes of a drafter with layers; None: no drafter has layers
+    decode   (most decodes of a replica, most tokens of one decode); (0, 0): a replica has chunks of prompts
+
+        replica 0: 3 decodes of 1 token; replica 1: 2 decodes of 1 and 4 tokens     StepSync((3, 5), decode=(3, 4))
     """
 
     rows: tuple[int, ...]
     switch: int = -1
     drafts: DraftSync | None = None
+    decode: tuple[int, int] = (0, 0)
 
 
 class Tier(StrEnum):

@@ -13,7 +13,16 @@ def agreed(plans: Sequence[StepPlan | None], switch: int, *, drafts: bool) -> St
     drafts   True: the drafter has layers
     """
     rows = tuple(0 if plan is None else int(plan.num_tokens.sum()) for plan in plans)
-    return StepSync(rows, switch, _passes(plans) if drafts else None)
+    return StepSync(rows, switch, _passes(plans) if drafts else None, _decode(plans))
+
+
+def _decode(plans: Sequence[StepPlan | None]) -> tuple[int, int]:
+    """Return the most decodes of a replica and the most tokens of one; (0, 0): a replica has chunks of prompts."""
+    some = [plan for plan in plans if plan is not None]
+    if any(len(plan.slots) > plan.num_decodes for plan in some):
+        return 0, 0
+    counts = [len(plan.slots) for plan in some]
+    return max(counts, default=0), max((int(plan.num_tokens.max(initial=0)) for plan in some), default=0)
 
 
 def _passes(plans: Sequence[StepPlan | None]) -> DraftSync:

@@ -243,7 +243,8 @@ def _activations(plan: EnginePlan) -> int:
     """
     args, parallel, tokens = plan.args, plan.mesh.parallel, plan.step_tokens
     inner = tokens * 2 * 3 * widest(args) // parallel.tp
-    rows = parallel.dp * min((tokens, *plan.graphs.bounds[-1:])) if parallel.lockstep else tokens
+    parts = () if plan.graphs.even else plan.graphs.bounds[-1:]  # `even` counts decodes, and prompts travel at once
+    rows = parallel.dp * min((tokens, *parts)) if parallel.lockstep else tokens
     inner = max(inner, rows * _expert_bytes(plan))
     return tokens * 2 * 4 * args.hidden_size + inner + 3 * 4 * args.vocab_size * plan.step_rows
 

@@ -21,8 +21,6 @@ def add_floors(tree: Tree, plan: Plan) -> None:
         return
     branch = add(tree, f"floors of a step{whose}: bytes over bandwidth, or operations over rate where they take longer")
     add(branch, _rates(floors["rates"]))
-    if isinstance(plan["moe"].get("decode"), str):
-        add(branch, "decodes exchange here as prompts do, because no dispatcher for decodes runs")
     for step in floors["steps"]:
         node = add(branch, f"{_title(step, floors['stages'])}: {_ms(step['seconds'])}{_speed(step)}")
         for part in step["parts"]:

@@ -15,24 +15,24 @@ class Dispatcher:
     over k.
 
     sums        groups of ranks ("dp", "tp") over which the dispatcher sums partial results
-    capturable  CUDA graphs can hold it
     devices     devices whose ranks can use it
     ranks       most ranks that can use it together
     one_host    True: the ranks share memory, so all are on one host
+    even        True: in a CUDA graph each replica brings as many rows as the fullest one
     """
 
     sums: frozenset[str] = frozenset()
-    capturable: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
     ranks: int = MOST_RANKS
     one_host: bool = False
+    even: bool = False
 
 
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(),
     # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
     "pull": Dispatcher(sums=frozenset({"dp", "tp"}), devices=("cuda",), ranks=8, one_host=True),
-    "all-gather": Dispatcher(sums=frozenset({"dp", "tp"}), capturable=False),
+    "all-gather": Dispatcher(sums=frozenset({"dp", "tp"}), even=True),
 }
 
 # Experts kernel -> CUDA graphs can hold it.

@@ -3,7 +3,8 @@
 The dispatchers of `plan/dispatchers.py`:
 
     all-gather   every rank gets the rows of all replicas, runs its own experts on them, and the ranks' results are
-                 summed where the rows came from
+                 summed where the rows came from. With a bound every replica brings that many rows, so that a CUDA
+                 graph can hold the exchange; padding has no experts
     pull         GPUs of a host: every rank reads the rows that have an expert there from the memory of the others, and
                  later the results; see `quire.kernels.comm.exchange`
 
@@ -48,6 +49,9 @@ class ExpertExchange(Protocol):
 class AllGatherExchange(ExpertExchange):
     """Exchange by an all-gather of rows and a reduce-scatter of results; see `ExpertExchange`.
 
+        bound 0, rows (5, 2)     7 rows, which the host knows
+        bound 8                  16 rows: those of each replica, then padding
+
     ep   ranks that divide the experts: those of a replica are neighbours
     tp   ranks of this replica; None: it has one
     quantize   brings x into the form in which it travels; None: it travels as it is
@@ -56,10 +60,11 @@ class AllGatherExchange(ExpertExchange):
     def __init__(self, ep: Group, tp: Group | None, quantize: Quantize | None = None) -> None:
         self._ep, self._tp, self._quantize = ep, tp, quantize
         self._each = tp.size if tp is not None else 1  # ranks of a replica
+        self._replicas = ep.size // self._each
         self._replica, self._place = divmod(ep.rank, self._each)
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        rows, count = replicas.rows, len(hidden)
+        rows, count = (replicas.bound,) * self._replicas if replicas.bound else replicas.rows, len(hidden)
         found = self.combine(experts(*self.dispatch(_padded(routed, rows[self._replica]), rows), None), rows)
         return hidden + (found if len(found) == count else found[:count])
 

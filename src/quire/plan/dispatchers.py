@@ -1,7 +1,7 @@
 """Choice of a dispatcher (moves tokens to experts and back) and an experts kernel, together, as a printable plan.
 
 Topology and machine must allow the dispatcher and the kernel. In a phase whose steps are captured, CUDA graphs must be
-able to hold both.
+able to hold the kernel; they can hold every dispatcher.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,8 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts_plan import DISPATCHERS, KERNELS, MoEPlan, candidate_table, kind_of
+
+NOT_CAPTURABLE = "{} cannot be captured in a CUDA graph (--enforce-eager captures none)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ def resolve_moe(
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial,
         shared=shared if model.moe.shared_size else "none",
-        capturable=dispatcher.capturable and KERNELS[chosen[1]],
+        capturable=KERNELS[chosen[1]],
         topology=topology,
         candidates=candidates,
         decided=f"{why}, decided in {line_of(_chosen)}",
@@ -115,14 +117,8 @@ def _candidates(
             yield name, "", f"{name} reads the memory of other ranks, and these are on {hardware.hosts} hosts"
             continue
         for kernel, cannot_run in hardware.kernels:
-            reason = cannot_run or (_not_capturable(name, kernel) if captured else "")
+            reason = cannot_run or (NOT_CAPTURABLE.format(kernel) if captured and not KERNELS[kernel] else "")
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
             yield name, kernel, reason
-
-
-def _not_capturable(dispatcher: str, kernel: str) -> str:
-    """Return why CUDA graphs cannot hold the dispatcher and the kernel; "" when they can."""
-    slow = dispatcher if not DISPATCHERS[dispatcher].capturable else kernel if not KERNELS[kernel] else ""
-    return f"{slow} cannot be captured in a CUDA graph (--enforce-eager captures none)" if slow else ""

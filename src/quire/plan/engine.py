@@ -21,7 +21,7 @@ from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
-from quire.kernels.experts_plan import MoEPlan
+from quire.kernels.experts_plan import DISPATCHERS, MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
@@ -333,8 +333,9 @@ def resolve_engine(
         wide, most = args.moe is not None and not served and roomy, _slots(config, machine, args, parallel, kinds)
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, most))
         check_sequences(config)
-    pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
-    bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
+    ways = {plan.dispatcher for plan in moe.values() if isinstance(plan, MoEPlan)}
+    bounds = exchange_bounds(_step_tokens(config, speculation)) if "pull" in ways else ()
+    even = not bounds and any(DISPATCHERS[way].even for way in ways)
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config,
@@ -348,7 +349,7 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels, adapted=config.adapters.enable_lora),
         moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
+        graphs=resolve_graphs(config, args, speculation, bounds, even=even) if by_triton else GraphPlan(),
         meetings=meetings,
         drafting=Drafting(speculation=speculation),
         quantization=quantization,

@@ -22,6 +22,8 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens      numbers of tokens of steps with prompts
     drafts      numbers of drafts of each sequence in decode steps, beside none
     bounds      bounds of the exchange between replicas in lock-step, see `captured_bounds`; (): none is captured
+    even        True: all replicas run a decode step of the size that the fullest one needs, and exchange as many rows
+                as it has. Steps with prompts of any replica are not captured
     joins       kinds of steps without tokens, for each bound: by the drafts of other replicas, if a drafter's layers
                 share experts
     """
@@ -31,25 +33,32 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
     joins: int = 1
+    even: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are set aside for the graphs: each size, number of drafts and bound; steps without tokens."""
         queries = 1, *(1 + length for length in self.drafts)
-        shapes = [
-            captured_bounds(self.bounds, self.sequences, size, queries, query)
-            for size, query in captured_decodes(self.sequences, queries)
-        ]
+        decodes, joins = captured_decodes(self.sequences, queries), len(self.bounds) * self.joins
+        if self.even:
+            return (len(decodes) + (len(decodes) if self.joins > 1 else joins)) * GRAPH_BYTES
+        shapes = [captured_bounds(self.bounds, self.sequences, size, queries, query) for size, query in decodes]
         shapes += [captured_bounds(self.bounds, self.tokens, size) for size in self.tokens]
-        return (sum(map(len, shapes)) + len(self.bounds) * self.joins) * GRAPH_BYTES
+        return (sum(map(len, shapes)) + joins) * GRAPH_BYTES
 
 
 def resolve_graphs(
-    config: EngineConfig, args: ModelArgs, speculation: Speculation | None = None, bounds: tuple[int, ...] = ()
+    config: EngineConfig,
+    args: ModelArgs,
+    speculation: Speculation | None = None,
+    bounds: tuple[int, ...] = (),
+    *,
+    even: bool = False,
 ) -> GraphPlan:
     """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`.
 
-    bounds   of the exchange between replicas in lock-step, if a graph can hold it
+    bounds   of the exchange between replicas in lock-step; (): there is none, or `even` gives them
+    even     see `GraphPlan`
     """
     if config.device.enforce_eager:
         return GraphPlan()
@@ -58,9 +67,12 @@ def resolve_graphs(
     sizes = _decode_sizes(config)
     if not config.device.cudagraph_capture_sizes:  # the most decodes whose drafts fit have a step of their own
         sizes = tuple(sorted({*sizes, *(most for k in drafts if (most := MAX_VERIFY_ROWS // (1 + k)) < sizes[-1])}))
+    prompts = () if even else _prompt_sizes(config, args)
+    if even:
+        bounds = even_bounds(sizes, (1, *(1 + length for length in drafts)))
     shared = speculation is not None and speculation.layered and not speculation.head
     joins = 1 + len(drafts) if bounds and shared else 1
-    return GraphPlan(sequences=sizes, tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds, joins=joins)
+    return GraphPlan(sequences=sizes, tokens=prompts, drafts=drafts, bounds=bounds, joins=joins, even=even)
 
 
 def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -70,6 +82,11 @@ def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[t
     queries   numbers of tokens of a decode, ascending: 1, and 1 + its drafts. All rows fit `MAX_VERIFY_ROWS`
     """
     return [(size, query) for size in sizes for query in queries if query == 1 or size * query <= MAX_VERIFY_ROWS]
+
+
+def even_bounds(sizes: tuple[int, ...], queries: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows of each replica in the decode steps that are captured with one size for all, ascending."""
+    return tuple(sorted({size * query for size, query in captured_decodes(sizes, queries)}))
 
 
 def captured_bounds(

@@ -8,8 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from quire.args.check_layer import check_layer
 from quire.args.checkpoint import ModelArgs
 from quire.args.pooling import read_pooling
@@ -130,7 +128,7 @@ class PlanReport:
             "ranks": [self.describe_rank(rank, held) for rank, held in self.holdings.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
-            "floors": self._floors(),
+            "floors": describe_steps(self.holdings, self.memory, self.exchanges),
             "phases": self._phases(),
         }
 
@@ -218,14 +216,6 @@ class PlanReport:
             drafts=None if self.plan.speculation is None else reads,
         )
         return [asdict(one) for one in (*sent, *draft_exchanges(self.plan, rank))]
-
-    def _floors(self) -> dict[str, Any] | None:
-        """Return the floors of steps, part by part. Decodes without a dispatcher exchange as prompts do."""
-        moe = self.plan.moe
-        runs = [one for one in moe.values() if isinstance(one, MoEPlan)]
-        every = {phase: one if isinstance(one, MoEPlan) else runs[0] for phase, one in moe.items()} if runs else moe
-        dispatched = replace(self, holdings=replace(self.holdings, plan=structs.replace(self.plan, moe=every)))
-        return describe_steps(dispatched.holdings, self.memory, dispatched.exchanges)
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory of the rank with the least room."""

@@ -82,6 +82,7 @@ def describe_memory(
 def graph_words(graphs: GraphPlan) -> str:
     """Return the sizes of the steps that are captured as CUDA graphs, in words; "": none."""
     drafts = f", also with {' or '.join(map(str, graphs.drafts))} drafts each" * bool(graphs.drafts)
+    drafts += ", of one size on all replicas: that of the fullest" * graphs.even
     parts = (
         (graphs.sequences, f"decodes of {_runs(graphs.sequences)} requests ({len(graphs.sequences)} sizes){drafts}"),
         (graphs.tokens, f"prompts of {_runs(graphs.tokens)} tokens ({len(graphs.tokens)} sizes)"),

@@ -28,6 +28,7 @@ class StepPasses:
     sync    drafts and decodes of the step
     rows    tokens of each replica in the step
     bound   bound of an exchange of the step's tokens; 0: exchanges are made for exact numbers
+    seqs    most decodes of a replica that a pass has room for; 0: as many as a replica may run
     once    True: each layer has one exchange, because no replica has more than `bound` rows in the step or in a pass
     own     True: this replica has prompts, and makes their pass itself
     """
@@ -35,6 +36,7 @@ class StepPasses:
     sync: DraftSync = DraftSync(0, (), ())
     rows: tuple[int, ...] = (0,)
     bound: int = 0
+    seqs: int = 0
     once: bool = False
     own: bool = False
 
@@ -70,7 +72,7 @@ class JointPasses:
     def rows(self, most: int, count: Tensor) -> ReplicaTokens:
         """Return the rows of a pass in which each decode has at most `most`. count: see `ReplicaTokens`"""
         step = self._step
-        bound = min(step.bound, self._seqs * most)
+        bound = min(step.bound, (step.seqs or self._seqs) * most)
         return ReplicaTokens(() if step.once else tuple(each * most for each in step.sync.decodes), count, bound)
 
     def prompts(self, count: Tensor) -> ReplicaTokens | None:

@@ -11,6 +11,7 @@ from quire.kernels.step import NUM_TOKENS, StepBuffers, StepWords, Tables
 from quire.kernels.step.state import Limits
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, join_layers
+from quire.plan.graphs import captured_decodes
 from quire.spec.joint_passes import JointPasses, StepPasses
 from quire.worker.features import Layers, StepFeature
 from quire.worker.recorder import StepShape
@@ -32,20 +33,34 @@ class ReplicaAgreement(StepFeature):
         count = words.words[NUM_TOKENS : NUM_TOKENS + 1]
         self._tokens = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
         self._step = StepPasses()
+        self._most = 0, 0  # of this step, see `StepSync.decode`
+        self._width = 1 + limits.num_drafts if limits.joint else 0  # most rows of a decode in a pass
 
     def before(self, plan: StepPlan) -> None:
         """Take the tokens of each replica from the plan. A plan without them is the same on all replicas."""
         sync, bounds = plan.sync or self._alike(plan), self._limits.bounds
         drafts = sync.drafts or DraftSync(0, (0,) * len(sync.rows), (False,) * len(sync.rows))
-        width = 1 + self._limits.num_drafts if self._limits.joint else 0  # most rows of a decode in a pass
-        most = max(*sync.rows, *(width * decodes for decodes in drafts.decodes))
-        bound = next((bound for bound in bounds if bound >= most), max(bounds, default=0))
+        if self._limits.even:
+            self._most = sync.decode
+            seqs, query = self._size()
+            bound, room = seqs * query, seqs * max(query, self._width)
+            once = bound > 0
+        else:
+            most, seqs = max(*sync.rows, *(self._width * decodes for decodes in drafts.decodes)), 0
+            bound = room = next((bound for bound in bounds if bound >= most), max(bounds, default=0))
+            once = bool(bounds) and most <= bound
         self._tokens = replace(self._tokens, rows=sync.rows, bound=bound)
-        once = bool(bounds) and most <= bound
         if once and self._limits.joint and not self._late:
             drafts = self._recorded(drafts)
-        self._step = StepPasses(drafts, sync.rows, bound, once, len(plan.slots) > plan.num_decodes)
+        self._step = StepPasses(drafts, sync.rows, room, seqs, once, len(plan.slots) > plan.num_decodes)
         self._take(self._step)
+
+    def _size(self) -> tuple[int, int]:
+        """Return the captured (decodes, tokens of one) that hold those of every replica; (0, 0): none do."""
+        limits, (seqs, query) = self._limits, self._most
+        size = next((one for one in limits.graph_sizes if one >= seqs > 0), 0)
+        found = size, next((one for one in limits.queries if one >= query), 0)
+        return found if found in captured_decodes(limits.graph_sizes, limits.queries) else (0, 0)
 
     def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         """Return the shape with the bound of the step's only exchange per layer, and the drafts of all replicas.
@@ -55,7 +70,7 @@ class ReplicaAgreement(StepFeature):
         if not self._step.once:
             return replace(shape, bound=0)
         query = shape.query if self._passes is None or self._late else max(shape.query, 1 + self._passes.count)
-        return replace(shape, bound=self._step.bound, query=query)
+        return replace(shape, bound=self._tokens.bound, query=query, most=self._most)
 
     def inputs(self, step: StepWords, tables: Tables, shape: StepShape) -> None:
         """Let the drafter make the passes of a recording. Recorded."""
@@ -119,4 +134,6 @@ class ReplicaAgreement(StepFeature):
         """Return the passes of a recording: all replicas have the same, with as many rows as its bound, or as it."""
         count, prompts = self._limits.replicas, not shape.decode
         drafts = DraftSync(shape.query - 1, (max(1, shape.seqs),) * count, (prompts,) * count)
-        return StepPasses(drafts, (shape.tokens,) * count, shape.bound, shape.bound > 0, prompts)
+        seqs = shape.bound // shape.query if self._limits.even else 0
+        room = max(shape.bound, seqs * self._width)
+        return StepPasses(drafts, (shape.tokens,) * count, room, seqs, shape.bound > 0, prompts)

@@ -158,7 +158,7 @@ def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
         sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
-        return Graphs(*sizes, joint=limits.joint, adapted=limits.adapters)
+        return Graphs(*sizes, joint=limits.joint, adapted=limits.adapters, even=limits.even)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 

@@ -25,6 +25,7 @@ class Graphs(Recorder):
     most_seqs                        most sequences of any step
     joint                            replicas share experts of the drafter's layers, so that they make the same passes
     adapted                          steps with adapters are captured, too
+    even                             decode steps have one size on all replicas, see `GraphPlan`
     """
 
     static = True
@@ -39,11 +40,12 @@ class Graphs(Recorder):
         *,
         joint: bool = False,
         adapted: bool = False,
+        even: bool = False,
     ) -> None:
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self.queries, self._decodes = queries, dict.fromkeys(captured_decodes(sizes, queries))
-        self.joint = joint
+        self.joint, self.even = joint, even
         self._adapted = (False, True)[: 1 + adapted]
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -56,13 +58,14 @@ class Graphs(Recorder):
         if not shape.tokens:
             captured = bool(self.sizes or self.tokens) and shape.query in self._joined()
             return replace(shape, recorded=captured and shape.bound in self.bounds)
-        size, query = self._round_up(shape.seqs), next((one for one in self.queries if one >= shape.query), 0)
+        seqs, query = (max(own, most) for own, most in zip((shape.seqs, shape.query), shape.most, strict=True))
+        size, query = self._round_up(seqs), next((one for one in self.queries if one >= query), 0)
         if shape.decode and (size, query) in self._decodes and shape.bound in self._bounds(size, query):
             return replace(shape, tokens=size * query, seqs=size, rows=size * query, query=query, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
         alone = self.joint and shape.decode  # a graph with prompts has their pass, which other replicas would not join
-        if padded and not alone and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
+        if padded and not alone and shape.bound in self._prompt_bounds(padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
             return replace(
                 shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True, query=self.queries[-1]
@@ -71,7 +74,13 @@ class Graphs(Recorder):
 
     def _bounds(self, size: int, query: int) -> tuple[int, ...]:
         """Return the bounds with which a decode step of `size` sequences, of at most `query` tokens, is captured."""
+        if self.even:
+            return (size * query,)
         return captured_bounds(self.bounds, self.sizes, size, self.queries, query)
+
+    def _prompt_bounds(self, tokens: int) -> tuple[int, ...]:
+        """Return the bounds with which a step with prompts is captured, or rehearsed; (0,): with exact numbers."""
+        return (0,) if self.even else captured_bounds(self.bounds, self.tokens, tokens)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -82,7 +91,7 @@ class Graphs(Recorder):
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
                 found += [
                     replace(of_prompts, seqs=seqs, shared=shared, bound=bound, adapted=adapted)
-                    for bound in captured_bounds(self.bounds, self.tokens, tokens)
+                    for bound in self._prompt_bounds(tokens)
                     for adapted in self._adapted
                 ]
         for size, query in sorted(self._decodes, key=prod, reverse=True):
@@ -93,7 +102,9 @@ class Graphs(Recorder):
                 for adapted in self._adapted
                 for shared in (False, True)
             ]
-        joins = [(bound, query) for bound in reversed(self.bounds) for query in self._joined()] if found else ()
+        joins = [(bound, query) for bound in reversed(self.bounds) for query in self._joined()] if found else []
+        if self.even and self.joint:
+            joins = [(size * query, query) for size, query in self._decodes]
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound, query=query) for bound, query in joins)]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:

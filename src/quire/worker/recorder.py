@@ -31,6 +31,7 @@ class StepShape:
     bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
     eager      True: a feature runs the layers of the step itself, so no recording fits
     adapted    True: some rows have an adapter
+    most       `StepSync.decode`, if all replicas run one size (`GraphPlan.even`); (0, 0): each runs its own
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class StepShape:
     query: int = 1
     eager: bool = False
     adapted: bool = False
+    most: tuple[int, int] = (0, 0)
 
     @property
     def key(self) -> Key:

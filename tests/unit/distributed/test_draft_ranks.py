@@ -24,6 +24,7 @@ from quire.engine.balancer import Balancer
 from quire.engine.replicas import Core, Replicas
 
 from ...support import eagle
+from ...support.even_replicas import exchange_evenly
 from ...support.full import FULL, full_rows
 from ...support.prediction_layers import noisy, predicting, small
 from ...support.simulated_engine import simulated
@@ -154,6 +155,24 @@ def test_replicas_make_the_drafts_of_one_rank(family: str, size: str, models: Mo
     found = run(folder, requests(), **SIZES[size], speculative_config=MTP)
     assert found.tokens == plain(folder).tokens == drafted.tokens
     assert found.accepted > LEAST and found.drafts == drafted.drafts
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sizes"),
+    [
+        (MTP, DP2),
+        *full_rows([(MTP, SIZES["dp2-tp2-ep"]), (MTP, SIZES["dp4-ep"]), (NGRAM, DP2), (MTP, DP2 | {"pp": 2})]),
+    ],
+)
+def test_drafts_with_decodes_of_one_size_on_all_replicas(
+    drafts: dict[str, Any], sizes: dict[str, Any], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models("deepseek_v3")
+    drafted = alone(folder, json.dumps(drafts), sizes.get("tp", 1))
+    steps = exchange_evenly(monkeypatch)
+    found = run(folder, requests(), **sizes, speculative_config=drafts)
+    assert found.tokens == plain(folder).tokens and found.drafts == drafted.drafts
+    assert {bound for bound, *_ in steps} >= {0, 2 * (1 + DRAFTS)}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from quire.layers.indexer import Indexer
 from quire.worker.balancing import RankBalancing
 
 from ...support.balancing import moving
+from ...support.even_replicas import exchange_evenly
 from ...support.features import feature
 from ...support.full import full_rows
 from ...support.late_copies import apart
@@ -325,6 +326,29 @@ def test_weights_in_host_memory(truths: Any, family: str, sizes: str, monkeypatc
     compare(run(folder, skip_tokenizer_init=True, enforce_eager=True, cpu_offload_gb=1.0, **SIZES[sizes]), expected)
     ranks = math.prod(SIZES[sizes].get(name, 1) for name in ("tp", "pp", "dp"))
     assert len(made) == ranks and all(copies.copied for copies in made)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "balanced"),
+    [
+        ("dp2-ep2", False),
+        *full_rows((sizes, False) for sizes in ("dp2-tp2-ep4", "dp2-pp2-ep2", "dp4-ep4", "dp2-ep2-in-turn")),
+        *full_rows((sizes, True) for sizes in ("dp2-ep2", "dp2-tp2-ep4")),
+    ],
+)
+def test_decodes_of_one_size_on_all_replicas(
+    truths: Any, sizes: str, balanced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas with fewer decodes, or none, bring padding; steps with prompts exchange exact numbers."""
+    folder, expected = truths("qwen3_moe", True)
+    steps, more = exchange_evenly(monkeypatch), {"skip_tokenizer_init": True}
+    if balanced:
+        monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+        more = BALANCED
+    compare(run(folder, *[until_moved] * balanced, **more | SIZES[sizes]), expected)
+    assert {bound for bound, *_ in steps} >= {0, 2}
+    assert any(bound and 0 < min(rows) < max(rows) for bound, *rows in steps)
+    assert any(bound and not min(rows) for bound, *rows in steps), "a replica without tokens joins"
 
 
 PLACED = [

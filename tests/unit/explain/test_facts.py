@@ -27,12 +27,12 @@ EACH = "7.15 GiB" if FULL else "746.4 MiB"  # an eighth of Qwen3-30B-A3B
 
 @pytest.fixture
 def shown(shallow: Models) -> Callable[..., Shown]:
-    return lambda model, *more: show(shallow(f"hf/{model}"), *more)
+    return lambda model, *more, **options: show(shallow(f"hf/{model}"), *more, **options)
 
 
-def show(folder: Path, parallel: Parallel = ALONE, device: str = "h200") -> Shown:
+def show(folder: Path, parallel: Parallel = ALONE, device: str = "h200", **options: Any) -> Shown:
     """Return the plan of a model as JSON has it, and as it is printed."""
-    config = EngineConfig.from_flat(model=str(folder))
+    config = EngineConfig.from_flat(model=str(folder), **options)
     plan = explained(config, parallel, device).describe()
     out = io.StringIO()
     Console(file=out, width=400, highlight=False).print(render(plan))
@@ -79,16 +79,16 @@ def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines
 
 
 def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
-    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=8, experts=True))
-    feature = "a dispatcher for decode (-tp 2 -dp 8 --enable-expert-parallel)"
-    assert text.startswith(f"Not runnable yet: {feature} is not implemented; the plan")
+    plan, text = shown("Qwen3-0.6B", enable_cache_blend=True, enable_prefix_caching=False)
     (missing,) = plan["missing"]
-    assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["remedy"]
+    assert missing["remedy"] == "leave out --enable-cache-blend"
+    assert text.startswith(f"Not runnable yet: {missing['feature']} is not implemented; the plan")
     for model, sizes in (
         ("Qwen3-0.6B", ALONE),
         ("Qwen3-0.6B", Parallel(dp=2)),
         ("Qwen3-0.6B", Parallel(tp=2, pp=2)),
         ("DeepSeek-V3", Parallel(tp=2, dp=4, experts=True)),
+        ("DeepSeek-V3", Parallel(tp=2, dp=8, experts=True)),
     ):
         plan, text = shown(model, sizes)
         assert plan["missing"] == [] and "Not runnable" not in text
@@ -182,12 +182,8 @@ def test_what_would_fit_counts_the_ranks_that_were_asked_for(
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:
     assert shown("Qwen3-30B-A3B")[1].count("experts in prefill and decode: dispatcher none") == 1
     text = shown("Qwen3-30B-A3B", Parallel(dp=8, experts=True))[1]
-    for words in ("experts in prefill: dispatcher pull", "experts in decode: dispatcher pull"):
-        assert text.count(words) == 1, "captured steps exclude other candidates"
-    assert "Not runnable yet" not in text
+    assert text.count("experts in prefill and decode: dispatcher pull") == 1
     wide = shown("Qwen3-30B-A3B", Parallel(tp=4, dp=4, experts=True))[1]
-    assert "Not runnable yet: a dispatcher for decode" in " ".join(wide.split())
-    for words in ("experts in prefill: dispatcher all-gather", "no way to run the experts in decode on -tp 4 -dp 4"):
-        assert wide.count(words) == 1
+    assert wide.count("experts in prefill and decode: dispatcher all-gather") == 1
     assert "not pull with any kernel: pull joins at most 8 ranks" in wide
-    assert "all-gather + hopper: all-gather cannot be captured in a CUDA graph" in " ".join(wide.split())
+    assert "of one size on all replicas: that of the fullest" in wide and "of the fullest" not in text

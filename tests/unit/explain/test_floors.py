@@ -41,9 +41,9 @@ def test_a_launch_line_of_eight_replicas(shared: Path, capsys: Any) -> None:
 def test_replicas_of_several_hosts(shared: Path, capsys: Any) -> None:
     text = printed(capsys, shared / "hf" / "DeepSeek-V3", *"--device h200 -dp 16 -ep --max-num-seqs 32".split())
     for words in (
-        "because pull joins at most 8 ranks, those of one host, and CUDA graphs cannot hold all-gather: use "
-        "--all2all-backend allgather_reducescatter with --enforce-eager",
-        "decodes exchange here as prompts do, because no dispatcher for decodes runs",
+        "experts in prefill and decode: dispatcher all-gather",
+        "not pull with any kernel: pull joins at most 8 ranks, those of one host",
+        "decodes of 1, 2, 4, 8, 16 to 32 by 8 requests (7 sizes), of one size on all replicas: that of the fullest",
         "exchanges across hosts: ",
         "no network between hosts was measured: the time above lacks these exchanges",
     ):

@@ -12,7 +12,15 @@ from quire.contracts.parallel import Parallel
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS
 from quire.plan.collectives import exchange_bounds
-from quire.plan.graphs import GRAPH_BYTES, GraphPlan, captured_decodes, decode_sizes, prompt_sizes, resolve_graphs
+from quire.plan.graphs import (
+    GRAPH_BYTES,
+    GraphPlan,
+    captured_decodes,
+    decode_sizes,
+    even_bounds,
+    prompt_sizes,
+    resolve_graphs,
+)
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import StepShape
 
@@ -69,6 +77,34 @@ def test_every_decode_step_of_replicas_with_drafts_is_captured(sizes: str, queri
     assert len({shape.key for shape in shapes}) == len(shapes)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("queries", [(1,), (1, 2, 8)])
+def test_replicas_run_decodes_of_one_size(queries: tuple[int, ...], joint: bool) -> None:
+    """Each replays the graph of the size that the fullest one needs, one without tokens that of its bound."""
+    sizes = SIZES["odd"][0]
+    bounds, drafts = even_bounds(sizes, queries), tuple(query - 1 for query in queries[1:])
+    graphs, used = Graphs(sizes, (), 256, bounds, queries, joint=joint, even=True), set[StepShape]()
+    for most in product(range(1, sizes[-1] + 1), range(1, queries[-1] + 1)):
+        size, query = (next(one for one in of if one >= need) for of, need in zip((sizes, queries), most, strict=True))
+        captured = query == 1 or size * query <= MAX_VERIFY_ROWS
+        bound = size * query if captured else 0
+        for seqs in {1, most[0]}:
+            own = StepShape(seqs, seqs, seqs, True, bound=bound, most=most if captured else (0, 0), query=1)
+            shape = graphs.fit(own)
+            assert shape.recorded == captured and (shape.tokens == shape.rows == bound or not captured)
+            if captured:
+                used |= {replace(shape, shared=shared, most=(0, 0)) for shared in (False, True)}
+        idle = graphs.fit(StepShape(0, 0, 0, True, bound=bound, query=query if joint else 1, most=most))
+        assert idle.recorded == captured
+        if captured:
+            used.add(replace(idle, most=(0, 0)))
+    assert used == set(graphs.shapes()), "no shape is captured that no step has"
+    assert not graphs.fit(StepShape(2, 2, 2, True, bound=0)).recorded, "a replica has a prompt"
+    plan = GraphPlan(sequences=sizes, drafts=drafts, bounds=bounds, joins=len(queries) if joint else 1, even=True)
+    count = len({(shape.tokens, shape.bound, shape.query) for shape in used})
+    assert plan.num_bytes == count * GRAPH_BYTES
+
+
 def test_graphs_of_every_bound_and_number_of_drafts_are_set_aside() -> None:
     for sizes in SIZES.values():
         for bounds, drafts, joint in product(((), exchange_bounds(8192)), ((), (3,), (1, 7)), (False, True)):
@@ -95,7 +131,9 @@ def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
     layered = graphs(spread, speculative_config=draft)
     assert layered.joins == 2, "others have drafts, or none"
     for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
-        assert not graphs(parallel).bounds
+        assert not graphs(parallel).bounds and not graphs(parallel).even
+    wide = graphs(Parallel(dp=16, experts=True), cudagraph_capture_sizes=(2, 100), speculative_config=NGRAM)
+    assert wide == GraphPlan(sequences=(2, 100), drafts=(3,), bounds=(2, 8, 100, 400), even=True)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 5, 8])

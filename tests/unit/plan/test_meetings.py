@@ -69,7 +69,6 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], set[tuple[str, str]]]] = [
     ({"enable_expert_parallel": True}, {}, {("-ep", "one expert rank")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 1}}, {}, {("EPLB", "uneven slots")}),
     (MOVES | {"eplb_config": {"num_redundant_experts": 10}}, {}, {("EPLB", "too many slots")}),
-    (SHARED, {"moe": {"decode": "no way to run the experts"}}, {("lock-step", "no dispatcher")}),
     (
         SHARED | {"all2all_backend": "deepep_low_latency"},
         {"moe": {"decode": "no way to run the experts:\n  pull + any: pull runs on cuda, not on cpu"}},
@@ -443,26 +442,11 @@ def test_missing_rows_alone_are_planned_and_refused_as_not_supported() -> None:
     assert " ".join(out.getvalue().split()).count("leave out --enable-cache-blend.") == 1
 
 
-def test_rows_that_need_plans_of_experts_come_with_the_others() -> None:
-    plan = resolved(SHARED | {"enable_cache_blend": True, "enable_prefix_caching": False, "nnodes": 2}, "cuda")
-    found = [one.feature for one in plan.missing]
-    assert "a dispatcher for decode (-dp 2 --enable-expert-parallel)" in found[0] and len(found) == 2
-    assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in plan.missing[0].remedy
-
-
 def test_an_exchange_that_cannot_run_is_a_row_with_the_candidates() -> None:
     with pytest.raises(ConfigError) as refused:
         resolved(SHARED | {"all2all_backend": "deepep_low_latency"}, "cpu")
     assert "  pull + any: pull runs on cuda, not on cpu" in str(refused.value)
     assert str(refused.value).endswith("\nleave out --all2all-backend, or change what a candidate lacks.")
-
-
-def test_a_phase_without_dispatcher_is_told_beside_an_exchange_that_cannot_run() -> None:
-    asked = EngineConfig.from_flat(**SHARED, all2all_backend="deepep_low_latency")
-    lacking = {phase: f"no way to run the experts in {phase}:\n  none" for phase in ("prefill", "decode")}
-    found = met(replace(inputs_of(asked), moe=lacking))
-    assert [(one.status, one.reason.count("\n")) for one in found] == [(MISSING, 0), (REFUSED, 1)]
-    assert found[0].feature.startswith("a dispatcher for prefill (") and "experts in decode" in found[1].reason
 
 
 def test_a_described_plan_has_the_rows_that_applied() -> None:

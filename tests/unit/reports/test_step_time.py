@@ -153,7 +153,7 @@ def test_rows_of_a_prompt_see_what_stands_before_them(shared: Path) -> None:
 
 
 def test_exchanges_across_hosts_have_no_time(shared: Path) -> None:
-    """Also of decodes, for which no dispatcher runs: these are sent to all, as prompts are."""
+    """Rows of decodes go to all ranks, as those of prompts."""
     config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V3"), load_format="dummy", max_num_seqs=64)
     floors = explained(config, Parallel(dp=32, experts=True), "h200").describe()["floors"]
     decode, _, prompts = floors["steps"]

@@ -30,6 +30,7 @@ class Limits:
     replicas        replicas in lock-step, this one included
     bounds          numbers of tokens of a replica for which the exchange with other replicas is made, ascending; (): it
                     is made for the exact numbers
+    even            decode steps in graphs have one size on all replicas: see `GraphPlan`
     tiers           blocks of the KV cache are copied beside the steps
     joint           replicas in lock-step share experts of the drafter's layers
     adapters        steps with adapters are captured, too
@@ -45,6 +46,7 @@ class Limits:
     windows: tuple[int | None, ...] = (None,)
     replicas: int = 1
     bounds: tuple[int, ...] = ()
+    even: bool = False
     num_drafts: int = 0
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False

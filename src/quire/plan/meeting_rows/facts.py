@@ -5,7 +5,6 @@ from string import Formatter
 
 from quire.args.check_layer import check_layer
 from quire.contracts.parallel import MOST_RANKS
-from quire.kernels.experts_plan import DISPATCHERS
 from quire.plan.kinds import mixers
 from quire.plan.meeting_rows import features
 from quire.plan.meeting_rows.records import Inputs
@@ -39,10 +38,6 @@ def _fitting_slots(i: Inputs) -> str:
     return listed_or([str(-i.num_experts % i.parallel.expert_ranks + n * i.parallel.expert_ranks) for n in range(3)])
 
 
-def _lacking_dispatcher(i: Inputs) -> str:
-    return f"a dispatcher for {' and '.join(features.no_dispatcher(i))}"
-
-
 FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "parallel": lambda i: i.parallel,
     "tp": lambda i: i.parallel.tp,
@@ -68,8 +63,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "fitting_slots": _fitting_slots,
     "most_redundant": lambda i: i.num_experts * (i.parallel.expert_ranks - 1),
     "more_ranks": lambda i: "--enable-expert-parallel and " * (not i.parallel.experts) + "-tp or -dp",
-    "dispatcher": _lacking_dispatcher,
-    "pulling": lambda i: DISPATCHERS["pull"].ranks,
     "exchange": lambda i: i.config.parallel.all2all_backend,
     "candidates": features.backend_refused,
     "idle_placement": features.idle_placement,

@@ -26,16 +26,6 @@ RECURRENT: tuple[type[RecurrentArgs], ...] = get_args(RecurrentArgs)
 Test = Callable[[Inputs], bool]
 
 
-def no_dispatcher(i: Inputs) -> tuple[str, ...]:
-    """Return the phases in which no dispatcher brings tokens to the experts of other replicas.
-
-    A phase whose dispatcher was asked for and cannot run is not among them: see `backend_refused`.
-    """
-    refused = {phase for phase in _asked(i) if isinstance(i.moe.get(phase), str)}
-    shared = i.moe.items() if i.parallel.lockstep else ()
-    return tuple(phase for phase, plan in shared if isinstance(plan, str) and phase not in refused)
-
-
 def backend_refused(i: Inputs) -> str:
     """Return the reason why the dispatcher of --all2all-backend cannot run, with the candidates; "": it can."""
     return next((why for phase in _asked(i) if isinstance(why := i.moe.get(phase), str)), "")
@@ -220,7 +210,6 @@ RANKS: Mapping[str, Feature] = {
     ),
     "uneven slots": Feature(_odd_slots, "slots of experts that ranks cannot share equally"),
     "too many slots": Feature(_many_slots, "more slots of a rank than experts"),
-    "no dispatcher": Feature(lambda i: bool(no_dispatcher(i)), "no dispatcher that runs here"),
     "exchange": Feature(given("all2all_backend"), "an exchange that was asked for", "--all2all-backend"),
     "exchange cannot run": Feature(lambda i: bool(backend_refused(i)), "ranks or kernels that it cannot join"),
     "no exchange": Feature(

@@ -56,10 +56,6 @@ EXPERTS: tuple[Row, ...] = (
         "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
         "slots than there are experts ({experts})", "use at most {most_redundant}"),
-    Row("lock-step", "no dispatcher", MISSING,
-        "pull joins at most {pulling} ranks, those of one host, and CUDA graphs cannot hold all-gather",
-        "use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
-        "--enable-expert-parallel", what="{dispatcher}"),
     Row("exchange", "exchange cannot run", REFUSED, "--all2all-backend {exchange}: {candidates}",
         "leave out --all2all-backend, or change what a candidate lacks"),
     Row("exchange", "no exchange", IDLE, "--all2all-backend {exchange} changes nothing: every rank has the tokens of "
