@@ -23,7 +23,7 @@ from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.distributed.process_group import join_ranks
-from quire.kernels.step.state import Limits
+from quire.kernels.step.state import Exchanges
 from quire.kvstore.arena import KVArena
 from quire.layers.expert_dispatch import AllGatherExchange
 from quire.layers.stack import Model
@@ -50,14 +50,16 @@ DRAFTS = 3
 SECONDS = 200  # after which a replica that waits for an exchange of the other one fails
 # Of three decodes no step is captured, nor of a chunk of 30 tokens, which takes two exchanges. Three decodes with one
 # draft (step 8) fit a bound of 4, but the tokens that the step before accepted do not.
-SIZES = Limits(
-    **(
-        vars(LIMITS)
-        | {"graph_sizes": (2,), "graph_tokens": (24,), "bounds": (4, 8, 24), "joint": True}
-        | {"num_drafts": DRAFTS, "draft_lengths": (DRAFTS,)}
-    )
+SIZES = replace(
+    LIMITS,
+    graph_sizes=(2,),
+    graph_tokens=(24,),
+    exchanges=Exchanges(bounds=(4, 8, 24), joint=True),
+    num_drafts=DRAFTS,
+    draft_lengths=(DRAFTS,),
 )
-EVEN_SIZES = replace(SIZES, graph_sizes=(2, 4), graph_tokens=(), bounds=even_bounds((2, 4), (1, 1 + DRAFTS)), even=True)
+EVEN = Exchanges(bounds=even_bounds((2, 4), (1, 1 + DRAFTS)), joint=True, even=True)
+EVEN_SIZES = replace(SIZES, graph_sizes=(2, 4), graph_tokens=(), exchanges=EVEN)
 
 
 def arguments(method: str) -> tuple[ModelArgs, ModelArgs | None]:

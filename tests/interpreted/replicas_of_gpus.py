@@ -22,7 +22,7 @@ from quire.distributed.process_group import join_ranks
 from quire.engine.lockstep import agreed
 from quire.kernels.comm import Peers
 from quire.kernels.comm.exchange import Layout, Slots
-from quire.kernels.step.state import Limits
+from quire.kernels.step.state import Exchanges
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.plan.graphs import even_bounds
@@ -38,15 +38,19 @@ from .ranks_of_gpus import rank_model, small
 PROGRAMS, SIZE, ROWS = 4, 2, 48
 # Steps of at most 2 tokens, and of at most 24: prompts of 30 tokens take two exchanges, which are not captured. Two
 # decodes are padded to 4 tokens: more than the bound.
-SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (4,), "graph_tokens": (24,), "bounds": (2, 24)}))
-EVEN_SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (4,), "bounds": even_bounds((4,), (1,)), "even": True}))
+SIZES = replace(LIMITS, graph_sizes=(4,), graph_tokens=(24,), exchanges=Exchanges(bounds=(2, 24)))
+EVEN_SIZES = replace(LIMITS, graph_sizes=(4,), exchanges=Exchanges(bounds=even_bounds((4,), (1,)), even=True))
 
 
 def layout(args: ModelArgs) -> Layout:
     """The layout of the memory of a rank."""
     assert args.moe is not None
     return Layout(
-        ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k, item_bytes=4
+        ranks=SIZE,
+        rows=max(SIZES.exchanges.bounds),
+        hidden=args.hidden_size,
+        top_k=args.moe.routing.top_k,
+        item_bytes=4,
     )
 
 

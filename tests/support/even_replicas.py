@@ -27,8 +27,9 @@ SIZES = (2, 4)  # decodes; steps with more of them exchange exact numbers
 def even(limits: Limits, passes: JointPasses | None) -> Limits:
     """Return the limits as those of a GPU that captures decode steps of one size on all replicas."""
     lengths = (limits.num_drafts,) if limits.num_drafts else ()
-    limits = replace(limits, even=True, graph_sizes=SIZES, draft_lengths=lengths, joint=passes is not None)
-    return replace(limits, bounds=even_bounds(SIZES, limits.queries))
+    limits = replace(limits, graph_sizes=SIZES, draft_lengths=lengths)
+    bounds = even_bounds(SIZES, limits.queries)
+    return replace(limits, exchanges=replace(limits.exchanges, bounds=bounds, even=True, joint=passes is not None))
 
 
 def exchange_evenly(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

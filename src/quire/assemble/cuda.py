@@ -23,7 +23,7 @@ from quire.contracts.step import I32, SAMPLE, Admission, BlendedChunk, PlanFeatu
 from quire.distributed.mesh import RankGroups
 from quire.kernels.compile_cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
-from quire.kernels.step.state import Limits
+from quire.kernels.step.state import Exchanges, Limits
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.kvstore.states import StateArena
@@ -139,10 +139,12 @@ def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
         windows=plan.geometry.windows,
         num_drafts=plan.drafting.num_drafts,
         draft_lengths=plan.graphs.drafts,
-        bounds=plan.graphs.bounds if groups.slots is None else exchange_bounds(plan.step_tokens),
-        even=plan.graphs.even,
+        exchanges=Exchanges(
+            bounds=plan.graphs.bounds if groups.slots is None else exchange_bounds(plan.step_tokens),
+            even=plan.graphs.even,
+            joint=joint_drafts(plan),
+        ),
         tiers=resolve_offload(config).host_bytes > 0,
-        joint=joint_drafts(plan),
         adapters=config.adapters.enable_lora,
     )
 
@@ -212,7 +214,7 @@ def _rehearse(
         feature.settle()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
-    captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
+    captured = _exchange_bytes(worker) if limits.exchanges.bounds and limits.graph_sizes else 0
     # Divided contexts of prompts may be longer than the rehearsed one.
     later = peak + captured + geometry.gathered_bytes(limits.max_model_len, limits.num_slots)
     return str(ahead.report()), later, per_seq, (peak - tables) // limits.step_tokens
@@ -253,7 +255,7 @@ def _exchange_bytes(worker: StepRunner) -> int:
             num_tokens=none,
             num_rows=none,
             outputs=none.astype(np.uint8),
-            sync=StepSync((limits.bounds[-1],) * limits.replicas),
+            sync=StepSync((limits.exchanges.bounds[-1],) * limits.exchanges.replicas),
         )
     )
     worker.collect()

@@ -333,9 +333,6 @@ def resolve_engine(
         wide, most = args.moe is not None and not served and roomy, _slots(config, machine, args, parallel, kinds)
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, most))
         check_sequences(config)
-    ways = {plan.dispatcher for plan in moe.values() if isinstance(plan, MoEPlan)}
-    bounds = exchange_bounds(_step_tokens(config, speculation)) if "pull" in ways else ()
-    even = not bounds and any(DISPATCHERS[way].even for way in ways)
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config,
@@ -349,7 +346,7 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels, adapted=config.adapters.enable_lora),
         moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args, speculation, bounds, even=even) if by_triton else GraphPlan(),
+        graphs=_graphs(config, args, speculation, moe) if by_triton else GraphPlan(),
         meetings=meetings,
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
@@ -399,6 +396,16 @@ def _experts(
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
+
+
+def _graphs(
+    config: EngineConfig, args: ModelArgs, speculation: Speculation | None, moe: Mapping[str, MoEPlan | str]
+) -> GraphPlan:
+    """Return the sizes of captured steps. The dispatchers of experts decide the rows of their exchanges."""
+    ways = {plan.dispatcher for plan in moe.values() if isinstance(plan, MoEPlan)}
+    bounds = exchange_bounds(_step_tokens(config, speculation)) if "pull" in ways else ()
+    even = not bounds and any(DISPATCHERS[way].even for way in ways)
+    return resolve_graphs(config, args, speculation, bounds, even=even)
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

@@ -29,18 +29,19 @@ class ReplicaAgreement(StepFeature):
         self, model: Model, words: StepWords, limits: Limits, passes: JointPasses | None = None, *, late: bool = False
     ) -> None:
         self._model, self._words, self._limits, self._passes, self._late = model, words, limits, passes, late
+        self._exchanges = limits.exchanges
         self.parts = () if passes is None else (passes,)
         count = words.words[NUM_TOKENS : NUM_TOKENS + 1]
-        self._tokens = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
+        self._tokens = ReplicaTokens((0,) * self._exchanges.replicas, count, max(self._exchanges.bounds, default=0))
         self._step = StepPasses()
         self._most = 0, 0  # of this step, see `StepSync.decode`
-        self._width = 1 + limits.num_drafts if limits.joint else 0  # most rows of a decode in a pass
+        self._width = 1 + limits.num_drafts if self._exchanges.joint else 0  # most rows of a decode in a pass
 
     def before(self, plan: StepPlan) -> None:
         """Take the tokens of each replica from the plan. A plan without them is the same on all replicas."""
-        sync, bounds = plan.sync or self._alike(plan), self._limits.bounds
+        sync, bounds = plan.sync or self._alike(plan), self._exchanges.bounds
         drafts = sync.drafts or DraftSync(0, (0,) * len(sync.rows), (False,) * len(sync.rows))
-        if self._limits.even:
+        if self._exchanges.even:
             self._most = sync.decode
             seqs, query = self._size()
             bound, room = seqs * query, seqs * max(query, self._width)
@@ -50,7 +51,7 @@ class ReplicaAgreement(StepFeature):
             bound = room = next((bound for bound in bounds if bound >= most), max(bounds, default=0))
             once = bool(bounds) and most <= bound
         self._tokens = replace(self._tokens, rows=sync.rows, bound=bound)
-        if once and self._limits.joint and not self._late:
+        if once and self._exchanges.joint and not self._late:
             drafts = self._recorded(drafts)
         self._step = StepPasses(drafts, sync.rows, room, seqs, once, len(plan.slots) > plan.num_decodes)
         self._take(self._step)
@@ -104,12 +105,12 @@ class ReplicaAgreement(StepFeature):
         """Return the tokens of the replicas; a recording knows their bound alone."""
         if not shape.recorded:
             return self._tokens
-        rows = () if shape.bound else (shape.tokens,) * self._limits.replicas  # exact ones only in a rehearsal
+        rows = () if shape.bound else (shape.tokens,) * self._exchanges.replicas  # exact ones only in a rehearsal
         return replace(self._tokens, rows=rows, bound=shape.bound)
 
     def _alike(self, plan: StepPlan) -> StepSync:
         """Return the record of a step in which all replicas have the same plan."""
-        count, runs = self._limits.replicas, plan.features.runs
+        count, runs = self._exchanges.replicas, plan.features.runs
         decodes, most = plan.num_decodes, int(plan.num_tokens[: plan.num_decodes].max(initial=1)) - 1
         if self._late:
             decodes, most = (0, 0) if runs is None else (runs.num_drafting, runs.most)
@@ -128,12 +129,12 @@ class ReplicaAgreement(StepFeature):
         lengths = [query - 1 for query in limits.queries]
         mixed = any(drafts.prompts) and limits.graph_tokens
         most = lengths[-1] if mixed else next(length for length in lengths if length >= drafts.most)
-        return structs.replace(drafts, most=most, decodes=(1,) * limits.replicas)
+        return structs.replace(drafts, most=most, decodes=(1,) * self._exchanges.replicas)
 
     def _of_recording(self, shape: StepShape) -> StepPasses:
         """Return the passes of a recording: all replicas have the same, with as many rows as its bound, or as it."""
-        count, prompts = self._limits.replicas, not shape.decode
+        count, prompts = self._exchanges.replicas, not shape.decode
         drafts = DraftSync(shape.query - 1, (max(1, shape.seqs),) * count, (prompts,) * count)
-        seqs = shape.bound // shape.query if self._limits.even else 0
+        seqs = shape.bound // shape.query if self._exchanges.even else 0
         room = max(shape.bound, seqs * self._width)
         return StepPasses(drafts, (shape.tokens,) * count, room, seqs, shape.bound > 0, prompts)

@@ -100,7 +100,8 @@ def make_runner(
     speculation             names the drafter
     """
     if groups.ep is not None:
-        limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
+        replicas = groups.ep.size // (groups.tp.size if groups.tp is not None else 1)
+        limits = replace(limits, exchanges=replace(limits.exchanges, replicas=replicas))
     divided = groups.tp is not None or groups.ep is not None
     parts = choose_parts(model, target, forced, eager=eager, divided=divided)
     chosen = {choice.op: choice.name for choice in parts}
@@ -157,8 +158,9 @@ def _upload(kind: str, limits: Limits, device: torch.device) -> Upload:
 def _recorder(choice: Choice, limits: Limits) -> Recorder:
     """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
     if choice.name == "graphs":
-        sizes = limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries
-        return Graphs(*sizes, joint=limits.joint, adapted=limits.adapters, even=limits.even)
+        sizes, exchanges = (limits.graph_sizes, limits.graph_tokens, limits.num_slots), limits.exchanges
+        more = {"joint": exchanges.joint, "adapted": limits.adapters, "even": exchanges.even}
+        return Graphs(*sizes, exchanges.bounds, limits.queries, **more)
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 
@@ -213,9 +215,9 @@ def _exchanging(
     """Yield the features by which a rank works with other ranks."""
     if groups.pp is not None and groups.tokens is not None:
         yield PipelineStage(model, groups.pp, groups.tokens, state.tables, told=limits.num_drafts > 0)
-    if limits.replicas > 1:
+    if limits.exchanges.replicas > 1:
         passes = None if drafter is None else drafter.joint
-        as_planned = not limits.bounds or not model.last or limits.joint == (passes is not None)
+        as_planned = not limits.exchanges.bounds or not model.last or limits.exchanges.joint == (passes is not None)
         assert as_planned, "replicas make the passes that were planned"
         yield ReplicaAgreement(model, upload.step, limits, passes, late=groups.pp is not None)
     if groups.movers is not None and model.args.moe is not None:

@@ -148,8 +148,9 @@ class StepRunner:
             queries = self.limits.queries
             if not self.limits.graph_sizes and self.limits.num_drafts:
                 queries = 1, 1 + self.limits.num_drafts
-            more = {"joint": self.limits.joint, "adapted": self.limits.adapters, "even": self.limits.even}
-            graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries, **more)
+            exchanges = self.limits.exchanges
+            more = {"joint": exchanges.joint, "adapted": self.limits.adapters, "even": exchanges.even}
+            graphs = Graphs(sizes, prompts, slots, exchanges.bounds, queries, **more)
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:

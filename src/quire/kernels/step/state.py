@@ -14,6 +14,23 @@ from quire.kernels.step.upload import Change
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """Exchanges of rows between replicas in lock-step.
+
+    replicas   replicas in lock-step, this one included
+    bounds     numbers of tokens of a replica for which an exchange is made, ascending; (): it is made for the exact
+               numbers
+    even       decode steps in graphs have one size on all replicas: see `GraphPlan`
+    joint      the replicas share experts of the drafter's layers
+    """
+
+    replicas: int = 1
+    bounds: tuple[int, ...] = ()
+    even: bool = False
+    joint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """Sizes that the runner's buffers are made for.
 
@@ -27,12 +44,8 @@ class Limits:
     graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
     depth           most steps that may be launched and not collected yet
     windows         sliding window of each KV group, in tokens; None: no window
-    replicas        replicas in lock-step, this one included
-    bounds          numbers of tokens of a replica for which the exchange with other replicas is made, ascending; (): it
-                    is made for the exact numbers
-    even            decode steps in graphs have one size on all replicas: see `GraphPlan`
+    exchanges       exchanges with other replicas
     tiers           blocks of the KV cache are copied beside the steps
-    joint           replicas in lock-step share experts of the drafter's layers
     adapters        steps with adapters are captured, too
     """
 
@@ -44,13 +57,10 @@ class Limits:
     graph_tokens: tuple[int, ...] = ()
     depth: int = 1
     windows: tuple[int | None, ...] = (None,)
-    replicas: int = 1
-    bounds: tuple[int, ...] = ()
-    even: bool = False
+    exchanges: Exchanges = Exchanges()
     num_drafts: int = 0
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False
-    joint: bool = False
     adapters: bool = False
 
     @property
