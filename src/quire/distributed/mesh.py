@@ -31,6 +31,11 @@ class RankGroups:
     draft_slots: Slots | None = None
 
     @property
+    def replicas(self) -> int:
+        """Number of replicas in lock-step, this one included."""
+        return 1 if self.ep is None else self.ep.size // (1 if self.tp is None else self.tp.size)
+
+    @property
     def stage(self) -> tuple[int, ...]:
         """Numbers of the ranks in `movers` that divide the experts of this rank's layers, of all replicas."""
         assert self.movers is not None

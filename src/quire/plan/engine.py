@@ -21,12 +21,12 @@ from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.attention_limits import SCRATCH, widened_blocks
-from quire.kernels.experts_plan import DISPATCHERS, MoEPlan
+from quire.kernels.experts_plan import MoEPlan
 from quire.kernels.linear_plan import LinearPlan
 from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, choose_linears
 from quire.kernels.supports import FIXED_ORDER
 from quire.plan.cache_dtype import CacheChoice, choose_cache
-from quire.plan.collectives import buffer_bytes, exchange_bounds, head_reads, passed_bytes
+from quire.plan.collectives import buffer_bytes, head_reads, passed_bytes
 from quire.plan.cuda_memory import check_sequences, resolve_batch
 from quire.plan.dtype import DTypePlan
 from quire.plan.expert_rows import with_wire
@@ -333,7 +333,8 @@ def resolve_engine(
         wide, most = args.moe is not None and not served and roomy, _slots(config, machine, args, parallel, kinds)
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide, most))
         check_sequences(config)
-    dtype = _typed(dtype, kernels)
+    ways = {plan.dispatcher for plan in moe.values() if isinstance(plan, MoEPlan)}
+    dtype, tokens = _typed(dtype, kernels), _step_tokens(config, speculation)
     return EnginePlan(
         config=config,
         folder=str(model.folder),
@@ -346,7 +347,7 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels, adapted=config.adapters.enable_lora),
         moe=moe,
         geometry=geometry,
-        graphs=_graphs(config, args, speculation, moe) if by_triton else GraphPlan(),
+        graphs=resolve_graphs(config, args, speculation, ways, tokens) if by_triton else GraphPlan(),
         meetings=meetings,
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
@@ -396,16 +397,6 @@ def _experts(
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     item = ITEM_BYTES[model.dtype.dtype]
     return {phase: with_wire(one, rows, args.hidden_size, item) for phase, one in plans.items()}
-
-
-def _graphs(
-    config: EngineConfig, args: ModelArgs, speculation: Speculation | None, moe: Mapping[str, MoEPlan | str]
-) -> GraphPlan:
-    """Return the sizes of captured steps. The dispatchers of experts decide the rows of their exchanges."""
-    ways = {plan.dispatcher for plan in moe.values() if isinstance(plan, MoEPlan)}
-    bounds = exchange_bounds(_step_tokens(config, speculation)) if "pull" in ways else ()
-    even = not bounds and any(DISPATCHERS[way].even for way in ways)
-    return resolve_graphs(config, args, speculation, bounds, even=even)
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

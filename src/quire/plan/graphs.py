@@ -1,11 +1,15 @@
 """Sizes of the steps that are captured as CUDA graphs, chosen by config and model without measurements."""
 
+from collections.abc import Collection
+
 import msgspec
 
 from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS
+from quire.kernels.experts_plan import DISPATCHERS
+from quire.plan.collectives import exchange_bounds
 from quire.plan.kinds import mixers
 from quire.plan.layout import parameters_per_token
 
@@ -51,14 +55,13 @@ def resolve_graphs(
     config: EngineConfig,
     args: ModelArgs,
     speculation: Speculation | None = None,
-    bounds: tuple[int, ...] = (),
-    *,
-    even: bool = False,
+    ways: Collection[str] = (),
+    tokens: int = 0,
 ) -> GraphPlan:
     """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`.
 
-    bounds   of the exchange between replicas in lock-step; (): there is none, or `even` gives them
-    even     see `GraphPlan`
+    ways     dispatchers of experts, which decide the rows of their exchanges
+    tokens   most tokens of a step of a replica
     """
     if config.device.enforce_eager:
         return GraphPlan()
@@ -67,7 +70,8 @@ def resolve_graphs(
     sizes = _decode_sizes(config)
     if not config.device.cudagraph_capture_sizes:  # the most decodes whose drafts fit have a step of their own
         sizes = tuple(sorted({*sizes, *(most for k in drafts if (most := MAX_VERIFY_ROWS // (1 + k)) < sizes[-1])}))
-    prompts = () if even else _prompt_sizes(config, args)
+    even = "pull" not in ways and any(DISPATCHERS[way].even for way in ways)
+    prompts, bounds = () if even else _prompt_sizes(config, args), exchange_bounds(tokens) if "pull" in ways else ()
     if even:
         bounds = even_bounds(sizes, (1, *(1 + length for length in drafts)))
     shared = speculation is not None and speculation.layered and not speculation.head

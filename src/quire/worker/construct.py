@@ -99,9 +99,7 @@ def make_runner(
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     speculation             names the drafter
     """
-    if groups.ep is not None:
-        replicas = groups.ep.size // (groups.tp.size if groups.tp is not None else 1)
-        limits = replace(limits, exchanges=replace(limits.exchanges, replicas=replicas))
+    limits = replace(limits, exchanges=replace(limits.exchanges, replicas=groups.replicas))
     divided = groups.tp is not None or groups.ep is not None
     parts = choose_parts(model, target, forced, eager=eager, divided=divided)
     chosen = {choice.op: choice.name for choice in parts}
