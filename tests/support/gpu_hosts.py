@@ -12,7 +12,12 @@ import pytest
 
 from quire.config.env import CLUSTER_KEY
 
-APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", CLUSTER_KEY: "of these tests"}
+APART = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    CLUSTER_KEY: "the key of these tests",
+}
 WAIT_SECONDS = 120
 ROOT = Path(__file__).resolve().parents[2]
 
