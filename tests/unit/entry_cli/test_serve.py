@@ -87,6 +87,31 @@ def test_a_key_for_vllm_opens_no_server(
 
 
 @pytest.mark.parametrize(
+    ("variable", "empty", "args", "code"),
+    [
+        ("QUIRE_API_KEY", "", ["serve"], 3),
+        ("QUIRE_API_KEY", " , ", ["serve"], 3),
+        ("QUIRE_API_KEY_FILE", "", ["serve"], 3),
+        ("QUIRE_API_KEY", "", ["serve", "--api-key", "k"], 0),
+        ("QUIRE_API_KEY_FILE", "", ["route", "--backend", "http://h"], 3),
+        ("QUIRE_BACKEND_API_KEY", "", ["route", "--backend", "http://h"], 3),
+    ],
+)
+def test_an_empty_key_in_the_environment_opens_no_server(
+    variable: str,
+    empty: str,
+    args: list[str],
+    code: int,
+    started_servers: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, empty)
+    assert main(args) == code
+    assert (f"{variable} is set, but empty" in capsys.readouterr().err) == (code == 3)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({}, []),

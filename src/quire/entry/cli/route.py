@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from quire.config import flags
+from quire.config.env import refuse_empty, variable
 from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServerConfig, TracingConfig
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
     server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
+    if server.access.api_key_file is None:
+        refuse_empty((variable("api_key_file"),), "this router would have no keys and no limits")
     set_up_logging(server.log.log_format, "router", NoticeFormatter())
     LOG.setLevel(server.log.level)
     raise_on_interrupt()

@@ -7,9 +7,9 @@ import argparse
 import sys
 
 from quire.config import flags
-from quire.config.env import PEER_KEY, peer_variables
+from quire.config.env import PEER_KEY, peer_variables, refuse_empty, variable
 from quire.config.peer_flags import add_peer_flags
-from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
+from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, AccessConfig, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.keyboard_interrupt import raise_on_interrupt
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.assemble.obtain import check_options
     from quire.ranks.headless import check_first_host
 
-    check_peer_key(config)
+    check_keys(config.access)
     check_first_host(config.engine.hosts)
     check_options(config.engine)
     for warning in bind_warnings(config):
@@ -88,9 +88,15 @@ def secret_notes(config: ServerConfig) -> list[str]:
     return lines
 
 
-def check_peer_key(config: ServerConfig) -> None:
-    """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
-    if PEER_KEY in peer_variables() and not config.access.keyed:
+def check_keys(access: AccessConfig) -> None:
+    """Raise `ConfigError` when the environment names an API key, but there is none and the server would be open.
+
+    A variable that a script or a secret left empty is such a name, and so is vLLM's variable.
+    """
+    if access.keyed:
+        return
+    refuse_empty(map(variable, ("api_key", "api_key_file")), "this server would be open to everyone")
+    if PEER_KEY in peer_variables():
         raise ConfigError(
             f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
             f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}."
