@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import quire.entry.http
+from quire.config.exposure import bind_warnings
 from quire.config.serve import ServerConfig
 from quire.entry.cli.main import main
-from quire.entry.cli.serve import bind_warnings
 
 
 @pytest.fixture

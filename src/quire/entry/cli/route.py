@@ -41,12 +41,12 @@ def configure(parser: flags.FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Route until a signal comes. Exit code 0 after a clean stop."""
-    from quire.entry.http.server import run_loop
-
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
     server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
     if server.access.api_key_file is None:
         refuse_empty((variable("api_key_file"),), "this router would have no keys and no limits")
+    from quire.entry.http.server import run_loop
+
     set_up_logging(server.log.log_format, "router", NoticeFormatter())
     LOG.setLevel(server.log.level)
     raise_on_interrupt()
