@@ -69,7 +69,8 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
     router = RouterApp(config, web=server.http.web, tracing=server.tracing)
     admin = HttpConfig(port=config.admin_port or 0)
     app, reload = guarded(router, server)
-    app = RoutedLog(app, AccessLog(server.log, "router"))
+    log = AccessLog(server.log, "router")
+    app = RoutedLog(app, log)
     sides = [(app, server.http)]
     if config.admin_port is not None:
         sides.append((operated(router.operate, admin.host), admin))
@@ -77,7 +78,7 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
         listeners = []
         for app, address in sides:
             stack.callback(release, socket := listen(address), address)
-            listeners.append(HttpListener(app, address, socket, router.refused, files=2))
+            listeners.append(HttpListener(app, address, socket, router.refused, files=2, log=log))
         if server.http.ssl_certfile is not None:
             reload["certificate"] = listeners[0].reload_certificate
             router.metrics.certificate_end = lambda: listeners[0].certificate_end

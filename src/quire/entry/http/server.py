@@ -34,6 +34,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.life.warm_up import WarmUp
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.observed.reloads import counted
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
@@ -98,6 +99,7 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         listener,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
         shared=place.count > 1,
+        log=AccessLog(config.log),
     )
     metrics.certificate_end = lambda: http.certificate_end
     reload = {"keys": context.keyring.reload} if config.access.api_key_file is not None else {}
