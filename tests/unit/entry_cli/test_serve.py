@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,21 @@ def test_a_key_for_vllm_opens_no_server(
     assert main(["serve", *args]) == code
     assert ("set QUIRE_API_KEY or --api-key" in capsys.readouterr().err.replace("Set", "set")) == (code == 3)
     assert len(started_servers) == (args == ["--api-key", "k"])
+
+
+@pytest.mark.parametrize("command", [["serve"], ["route", "--backend", "http://h"]])
+def test_check_reads_the_files_and_starts_nothing(
+    command: list[str], tmp_path: Path, started_servers: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "keys.toml").write_text(f'[keys.a]\nsha256 = "{"0" * 64}"')
+    assert main([*command, "--check", "--api-key-file", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"1 API keys are in {file}."]
+    file.write_text("[keys.a]")
+    assert main([*command, "--check", "--api-key-file", str(file)]) == 3
+    file.write_text("no certificate")
+    assert main([*command, "--check", "--ssl-certfile", str(file), "--ssl-keyfile", str(file)]) == 3
+    err = capsys.readouterr().err
+    assert "key 'a': give key or sha256" in err and f"--ssl-certfile='{file}'" in err and not started_servers
 
 
 @pytest.mark.parametrize(

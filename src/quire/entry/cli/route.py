@@ -12,6 +12,7 @@ from pathlib import Path
 from quire.config import flags
 from quire.config.env import refuse_empty, variable
 from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServerConfig, TracingConfig
+from quire.entry.cli.serve import CHECK
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.observe.log_lines import NoticeFormatter, set_up_logging
@@ -34,6 +35,7 @@ def configure(parser: flags.FlagParser) -> None:
     from quire import router
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
+    parser.add_argument("--check", action="store_true", help=CHECK)
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     options = flags.options_of(HttpConfig, AccessConfig, LogConfig, TracingConfig)
     flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
@@ -45,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
     server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
     if server.access.api_key_file is None:
         refuse_empty((variable("api_key_file"),), "this router would have no keys and no limits")
+    if args.check:
+        from quire.entry.http.access.files import check_files
+
+        print("\n".join(check_files(server, by_priority=True)))
+        return DONE
     from quire.entry.http.server import run_loop
 
     set_up_logging(server.log.log_format, "router", NoticeFormatter())

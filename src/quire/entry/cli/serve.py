@@ -16,6 +16,9 @@ from quire.observe.log_lines import notice
 from quire.procs.held_signals import release
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
+CHECK = (
+    "read the configuration, the file of API keys and the certificate, start nothing, and exit: 0, or 3 for a mistake"
+)
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API.
 
@@ -34,6 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print every value and its source, as a file for --config, and exit"
     )
+    parser.add_argument("--check", action="store_true", help=CHECK)
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
@@ -67,6 +71,11 @@ def run(args: argparse.Namespace) -> int:
     check_keys(config.access)
     check_first_host(config.engine.hosts)
     check_options(config.engine)
+    if args.check:
+        from quire.entry.http.access.files import check_files
+
+        print("\n".join(check_files(config, by_priority=config.engine.scheduler.scheduling_policy == "priority")))
+        return 0
     for warning in bind_warnings(config):
         print(notice(warning, "warning", config.log.log_format), file=sys.stderr)
     from quire.entry.http.console import Console

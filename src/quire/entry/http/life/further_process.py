@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 
+from quire.config.flags import error_text
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import exit_code
 from quire.entry.http.console import Console
@@ -20,6 +21,8 @@ if __name__ == "__main__":
     console = Console(start.config, open(os.devnull, "w"))  # the first process tells the user
     try:
         code = run_loop(serve(start.config, socket.socket(fileno=start.listener), console, start.place))
-    except QuireError as error:  # of a failed start, about which the first process tells
+    except QuireError as error:  # of a failed start
+        if start.place.again:  # else the first process tells about it
+            logging.getLogger("quire").error("HTTP process %d cannot start: %s", start.place.number, error_text(error))
         code = exit_code(error)
     os._exit(code)
