@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from quire.config import flags
@@ -15,7 +16,8 @@ from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServerConfig
 from quire.entry.cli.serve import CHECK
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
-from quire.observe.log_lines import NoticeFormatter, set_up_logging
+from quire.observe.log_lines import NoticeFormatter, lost_lines, set_up_logging
+from quire.observe.log_writer import log_written_apart
 from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
@@ -54,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
         return DONE
     from quire.entry.http.server import run_loop
 
-    set_up_logging(server.log.log_format, "router", NoticeFormatter())
-    LOG.setLevel(server.log.level)
-    raise_on_interrupt()
-    return run_loop(_route(config, server))
+    with log_written_apart(partial(lost_lines, log_format=server.log.log_format)):
+        set_up_logging(server.log.log_format, "router", NoticeFormatter())
+        LOG.setLevel(server.log.level)
+        raise_on_interrupt()
+        return run_loop(_route(config, server))
 
 
 async def _route(config: RouterConfig, server: ServerConfig) -> int:

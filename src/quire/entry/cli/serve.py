@@ -5,6 +5,7 @@ Never imports torch: the engine runs in its own process.
 
 import argparse
 import sys
+from functools import partial
 
 from quire.config import flags
 from quire.config.exposure import bind_warnings, check_keys
@@ -12,7 +13,8 @@ from quire.config.peer_flags import add_peer_flags
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig
 from quire.config.sources import CONFIG_FILE
 from quire.entry.keyboard_interrupt import raise_on_interrupt
-from quire.observe.log_lines import notice
+from quire.observe.log_lines import lost_lines, notice
+from quire.observe.log_writer import log_written_apart
 from quire.procs.held_signals import release
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
@@ -82,11 +84,12 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.http.server import run as serve
 
     raise_on_interrupt()
-    console = Console(config)
-    try:
-        return serve(config, console)
-    finally:
-        console.close()
+    with log_written_apart(partial(lost_lines, log_format=config.log.log_format)):
+        console = Console(config)
+        try:
+            return serve(config, console)
+        finally:
+            console.close()
 
 
 def secret_notes(config: ServerConfig) -> list[str]:

@@ -39,6 +39,7 @@ from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
 from quire.observe.log_lines import JSON, notice, set_up_logging
+from quire.observe.log_writer import drain_log
 from quire.observe.metrics import Metrics
 from quire.observe.process import collect_garbage, keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
@@ -77,7 +78,7 @@ def run(config: ServerConfig, console: Console) -> int:
     if _threads_left():
         console.close()
         sys.stdout.flush()
-        sys.stderr.flush()
+        drain_log()
         os._exit(code)
     return code
 
@@ -190,7 +191,7 @@ class _Life:
         await self._http.stop(max(FLUSH_GRACE, timeout - (time.monotonic() - began)))
 
     async def _die(self, cause: QuireError) -> int:
-        self._console.note(f"The engine died: {cause} Ending in {DEATH_GRACE:g} s with exit code {FAILED}.")
+        self._console.fault(f"The engine died: {cause} Ending in {DEATH_GRACE:g} s with exit code {FAILED}.")
         second = asyncio.create_task(self._stop.second.wait())
         await asyncio.wait({second}, timeout=DEATH_GRACE)
         second.cancel()
@@ -198,7 +199,7 @@ class _Life:
 
     def _listener_failed(self) -> int:
         error = self._http.serving.exception() if not self._http.serving.cancelled() else None
-        self._console.note(f"The HTTP server failed: {error or 'no reason given'}")
+        self._console.fault(f"The HTTP server failed: {error or 'no reason given'}")
         return FAILED
 
     async def _tick(self, metrics: Metrics) -> None:
