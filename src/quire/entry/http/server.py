@@ -162,10 +162,16 @@ class _Life:
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
         timeout, began = self._config.serve.shutdown_timeout, time.monotonic()
         self._engine.drain()
-        if running := self._engine.num_live:
-            have = "has" if running == 1 else "have"
+        count = self._engine.place.count
+        where = f" in the first of {count} processes" if count > 1 else ""  # each knows its own requests
+        if (running := self._engine.num_live) or where:
+            have = (
+                f"running{where}, and those of the others, have"
+                if where
+                else f"running {'has' if running == 1 else 'have'}"
+            )
             self._console.note(
-                f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
+                f"{self._stop.name}: no new requests; {running} {have} {timeout:g} s to finish. "
                 "A second signal ends at once."
             )
         second = asyncio.create_task(self._stop.second.wait())
@@ -176,7 +182,8 @@ class _Life:
         if dead.done():
             return await self._die(dead.result())
         if left := self._engine.num_live:
-            what = "1 request did not finish; it ends" if left == 1 else f"{left} requests did not finish; they end"
+            what = "1 request" if left == 1 else f"{left} requests"
+            what += f" did not finish{where}; {'it ends' if left == 1 else 'they end'}"
             self._console.note(f"{what} with an error.")
         self._console.note(f"Stopped, {time.monotonic() - began:.1f} s after {self._stop.name}.")
         return self._stop.code if self._stop.second.is_set() else DONE
