@@ -295,3 +295,5 @@ def test_limits_of_a_key_are_those_of_all_processes_and_sighup_reads_its_file_ag
         wait_until(lambda: "The API keys stay as they were" in server.stderr, server.stderr)
         for pid in fronts:
             wait_until(lambda pid=pid: ask(pid, "sk-new") == 200, "the old keys are gone")
+        os.kill(fronts[1], signal.SIGKILL)
+        wait_until(lambda: "HTTP process 1 cannot start: --api-key-file=" in server.stderr, server.stderr)

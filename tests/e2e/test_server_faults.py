@@ -35,7 +35,7 @@ def test_a_dead_or_stopped_engine_is_told_to_every_stream_and_ends_the_server(nu
         assert server.ask("/live").status == 200
         assert server.exit_code() == 1
         assert not is_running(core)
-        assert "The engine died" in server.stderr and "Traceback" not in server.stderr
+        assert "quire: error: The engine died" in server.stderr and "Traceback" not in server.stderr
 
 
 def test_an_engine_outlives_no_killed_server() -> None:
@@ -63,7 +63,7 @@ def test_a_busy_port_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with running_server(*MOCK, "--port", str(port), wait="") as server:
-            assert server.exit_code() == 3
+            assert server.exit_code() == 5
             (line,) = server.stderr.splitlines()
             assert line.startswith(f"quire: error: port {port} of 127.0.0.1 is in use by ") and "--port" in line
             if sys.platform == "linux":

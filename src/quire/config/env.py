@@ -56,6 +56,16 @@ def option_texts(options: Iterable[str]) -> dict[str, str]:
     return {option: text for option, text in texts.items() if text and not SERVICE_ADDRESS.fullmatch(text)}
 
 
+def refuse_empty(names: Iterable[str], instead: str) -> None:
+    """Raise `ConfigError` for a variable that exists though it names nothing, as an unset one in a script leaves it.
+
+    instead   what would happen without the error
+    """
+    for name in names:
+        if not os.environ.get(name, "unset").strip(" ,\t\r\n"):
+            raise ConfigError(f"{name} is set, but empty: {instead}. Put a value in it, or unset it.")
+
+
 def peer_texts(options: Iterable[str]) -> dict[str, str]:
     """Return option -> text of the variable of vLLM that sets it, for those in `PEER_OPTIONS`."""
     texts = {option: os.environ.get(PEER_OPTIONS.get(option, ""), "") for option in options}
@@ -82,7 +92,9 @@ def client_key() -> str | None:
 
 
 def backend_key() -> str:
-    """Return the API key with which a router asks its backends, from QUIRE_BACKEND_API_KEY; "" without one."""
+    """Return the API key with which a router asks its backends, from QUIRE_BACKEND_API_KEY; "" without one.
+    Raises `ConfigError` for a variable that is set and empty."""
+    refuse_empty((BACKEND_KEY,), "backends with keys would refuse the router's own questions")
     return os.environ.get(BACKEND_KEY, "")
 
 

@@ -86,6 +86,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line and exit with code 2."""
+        message = message.replace("ignored explicit argument", "it takes no value, but here is")
         self.exit(2, f"quire: error: {message} (`{self.prog} --help` lists the flags)\n")
 
     def actions(self) -> list[argparse.Action]:

@@ -55,6 +55,10 @@ class ConfigError(UserError):
     """A flag, environment variable or engine argument is invalid or not supported."""
 
 
+class AddressTaken(ConfigError):
+    """Another process has the server's port."""
+
+
 class ModelError(UserError):
     """The model cannot be served."""
 

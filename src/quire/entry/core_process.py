@@ -20,7 +20,8 @@ from quire.assemble.warm_up import warm_up
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.kvnet.event_publisher import publish_events
-from quire.observe.log_lines import set_up_logging
+from quire.observe.log_lines import lost_lines, set_up_logging
+from quire.observe.log_writer import log_written_apart
 from quire.plan.meetings import check, inputs_of, met
 from quire.procs.core_server import Send, run_core
 from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
@@ -38,13 +39,14 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     start = read_start(CoreStart, "quire.entry.core_process")
-    set_up_logging(start.log_format, "core", logging.Formatter("quire core: %(message)s"))
-    logging.getLogger().setLevel(logging.ERROR)  # notes for users travel in `Ready`
-    logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
-    logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
-    logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
-    end_with_parent(partial(shutil.rmtree, Path(start.places[0].folder), ignore_errors=True))
-    return run_core(start, _build_to_stay)
+    with log_written_apart(partial(lost_lines, log_format=start.log_format)):
+        set_up_logging(start.log_format, "core", logging.Formatter("quire core: %(message)s"))
+        logging.getLogger().setLevel(logging.ERROR)  # notes for users travel in `Ready`
+        logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
+        logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
+        logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
+        end_with_parent(partial(shutil.rmtree, Path(start.places[0].folder), ignore_errors=True))
+        return run_core(start, _build_to_stay)
 
 
 def _build_to_stay(config: EngineConfig, send: Send) -> tuple[Core, Ready]:

@@ -4,6 +4,8 @@ SIGTERM, SIGINT   finish the running requests, then end; again: end now
 SIGHUP            read the API keys and the certificate again; without such files, on a terminal, it ends the process
 SIGUSR1, SIGUSR2  log at the level debug; at the level of --log-level
 
+Those of the last two lines that come while the process starts wait for `OperatorSignals`, see `procs/held_signals.py`.
+
 Knows event loops, and nothing of what a signal does.
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, INTERRUPTED
+from quire.procs.held_signals import release
 
 LOG = logging.getLogger("quire")
 STOP = (signal.SIGTERM, signal.SIGINT)
@@ -87,7 +90,7 @@ class OperatorSignals:
     def __enter__(self) -> None:
         for number in self._numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._take, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)  # a further HTTP process starts with them blocked
+        release()
 
     def __exit__(self, *error: object) -> None:
         for number in self._numbers:

@@ -27,6 +27,12 @@ def notice(message: str, level: str, log_format: str) -> str:
     return f"quire: {level}: {message}"
 
 
+def lost_lines(number: int, log_format: str) -> str:
+    """Return the line about lines that were dropped, in their place."""
+    what = "1 line of the log is" if number == 1 else f"{number} lines of the log are"
+    return notice(f"{what} lost: standard error was not read, or could not be written.", "warning", log_format)
+
+
 class JsonFormatter(logging.Formatter):
     """Formats the records of Python's loggers in a process of this name. A call with `extra={"fields": {...}}` adds
     fields to its line."""

@@ -101,6 +101,8 @@ class SharedMetrics(Metrics):
         """Return the body and the content type of a scrape: those of all processes, added up."""
         if self._count == 1:
             return super().render()
+        if self._folder is not None:
+            self._publish(self._folder)  # the next scrape may be another process's, and no counter may fall
         whole = SharedMetrics(self._prefix, self._labels["model_name"], number=self._number)
         whole._registry = CollectorRegistry(auto_describe=False)  # without the numbers of one process of several
         whole._registry.register(whole)

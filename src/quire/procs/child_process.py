@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from quire.procs.held_signals import held
+
 PROC = Path("/proc")
 REAP_SECONDS = 5.0
 
 
 class ChildProcess:
     """A child process that runs a Python module. It has its own session: a Ctrl-C in the terminal does not reach it.
+    It begins with an operator's signals held, and ignores or releases them (see `held_signals.py`).
 
     start         a line for its standard input, which then stays open; None: standard input is empty
     arguments     command-line arguments of the module
@@ -34,14 +37,15 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:
         # -P: no imports from the folder where the engine was started, which may hold a torch.py
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL if start is None else subprocess.PIPE,
-            stdout=2,
-            start_new_session=True,
-            pass_fds=descriptors,
-            env=env,
-        )
+        with held():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL if start is None else subprocess.PIPE,
+                stdout=2,
+                start_new_session=True,
+                pass_fds=descriptors,
+                env=env,
+            )
         self.pid = self._process.pid
         if start is not None:
             assert self._process.stdin is not None

@@ -7,7 +7,6 @@ Knows sockets, messages and one running core. Decides nothing about requests.
 import asyncio
 import logging
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ from quire.procs.messages import (
     Stop,
     ToCore,
 )
+from quire.procs.server_folder import ServerFolder
 from quire.procs.step_watch import HANG_SECONDS
 from quire.procs.wire import FROM_CORE, encode
 
@@ -44,7 +44,6 @@ STOPPED_SECONDS = 1.0  # a core that is stopped for so long counts as dead; a fr
 TOLD = float("inf")  # for a time: the user knows
 LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ended
 STOP_SECONDS = 3.0  # to wait for a core to end by itself; its ranks have `RankTimes.stop`
-MAX_FOLDER = 80  # a socket's path may have about 100 characters
 LEAVE_SECONDS = 1.5  # to wait for the other front ends, which tell their clients that the server ends
 
 Launch = Callable[[CoreStart], ChildProcess]
@@ -93,7 +92,7 @@ class CoreClient:
         self._fault = ""  # that the core has told
         self._ready = False  # the core was; a core that never was ends the server
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ServerFolder | None = None
         self._stopped: dict[FrontPlace, float] = {}  # front ends that are stopped, and since when
         self._watcher: asyncio.Task[None] | None = None
         self._connected = self._over = self._draining = False
@@ -164,11 +163,8 @@ class CoreClient:
 
     def _open(self) -> None:
         if not self.place.folder:
-            folder = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
-            if len(folder.name) > MAX_FOLDER:
-                folder.cleanup()
-                folder = tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True)
-            self._folder, self.place = folder, msgspec.structs.replace(self.place, folder=folder.name)
+            self._folder = ServerFolder()
+            self.place = msgspec.structs.replace(self.place, folder=self._folder.name)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._open_sockets()
@@ -447,4 +443,4 @@ class CoreClient:
             self._close_sockets()
             context.term()
             if self._folder is not None:
-                self._folder.cleanup()
+                self._folder.remove()

@@ -4,7 +4,6 @@ The first front end starts the core and the others. The number of a request or a
 tells the front end that made it.
 """
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from quire.procs.parent import start_line
 NUMBERS = 2**31  # of requests: they travel as int32
 MOST_RESTARTS = 5  # of a front end within RESTART_SECONDS
 RESTART_SECONDS = 60.0
-OPERATOR = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # signals that the first front end passes on
 FIRST_WAIT = 0.5  # seconds from the end of a front end to the start of the next; it doubles with each end
 
 
@@ -119,17 +117,9 @@ class Restarts:
 
 
 def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
-    """Start the process of a front end, the Python module `module`. See `FrontStart`.
-
-    A signal of `OPERATOR`, which the first front end passes on, would end a process that has no handler yet. So the
-    process begins with these blocked: one that comes waits until there is a handler (`OperatorSignals`).
-    """
+    """Start the process of a front end, the Python module `module`. See `FrontStart`."""
     start = FrontStart(config=config, place=place, listener=listener)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OPERATOR)
-    try:
-        return ChildProcess(module, start_line(start), descriptors=(listener,))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return ChildProcess(module, start_line(start), descriptors=(listener,))
 
 
 def remove_sockets(*addresses: str) -> None:

@@ -161,6 +161,7 @@ def test_after_two_dashes_nothing_is_changed() -> None:
         (["--max-modl-len", "5"], "unknown flag --max-modl-len. Did you mean --max-model-len?"),
         (["--gpu-memory", "5"], "unknown flag --gpu-memory. Did you mean --gpu-memory-utilization?"),
         (["--nonsense", "5"], "unknown flag --nonsense. ("),
+        (["--enable-prefix-caching=maybe"], "it takes no value, but here is 'maybe'"),
         (["--enable_prefix_cachin"], "unknown flag --enable-prefix-cachin. Did you mean --enable-prefix-caching?"),
         (["--max-model"], "unknown flag --max-model."),  # no abbreviations: they break when a flag is added
         (["--zzzzzz=4"], "unknown flag --zzzzzz."),

@@ -2,14 +2,15 @@
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire.entry.http
+from quire.config.exposure import bind_warnings
 from quire.config.serve import ServerConfig
 from quire.entry.cli.main import main
-from quire.entry.cli.serve import bind_warnings
 
 
 @pytest.fixture
@@ -84,6 +85,46 @@ def test_a_key_for_vllm_opens_no_server(
     assert main(["serve", *args]) == code
     assert ("set QUIRE_API_KEY or --api-key" in capsys.readouterr().err.replace("Set", "set")) == (code == 3)
     assert len(started_servers) == (args == ["--api-key", "k"])
+
+
+@pytest.mark.parametrize("command", [["serve"], ["route", "--backend", "http://h"]])
+def test_check_reads_the_files_and_starts_nothing(
+    command: list[str], tmp_path: Path, started_servers: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "keys.toml").write_text(f'[keys.a]\nsha256 = "{"0" * 64}"')
+    assert main([*command, "--check", "--api-key-file", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"1 API keys are in {file}."]
+    file.write_text("[keys.a]")
+    assert main([*command, "--check", "--api-key-file", str(file)]) == 3
+    file.write_text("no certificate")
+    assert main([*command, "--check", "--ssl-certfile", str(file), "--ssl-keyfile", str(file)]) == 3
+    err = capsys.readouterr().err
+    assert "key 'a': give key or sha256" in err and f"--ssl-certfile='{file}'" in err and not started_servers
+
+
+@pytest.mark.parametrize(
+    ("variable", "empty", "args", "code"),
+    [
+        ("QUIRE_API_KEY", "", ["serve"], 3),
+        ("QUIRE_API_KEY", " , ", ["serve"], 3),
+        ("QUIRE_API_KEY_FILE", "", ["serve"], 3),
+        ("QUIRE_API_KEY", "", ["serve", "--api-key", "k"], 0),
+        ("QUIRE_API_KEY_FILE", "", ["route", "--backend", "http://h"], 3),
+        ("QUIRE_BACKEND_API_KEY", "", ["route", "--backend", "http://h"], 3),
+    ],
+)
+def test_an_empty_key_in_the_environment_opens_no_server(
+    variable: str,
+    empty: str,
+    args: list[str],
+    code: int,
+    started_servers: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, empty)
+    assert main(args) == code
+    assert (f"{variable} is set, but empty" in capsys.readouterr().err) == (code == 3)
 
 
 @pytest.mark.parametrize(

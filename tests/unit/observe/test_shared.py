@@ -50,6 +50,22 @@ async def shared(every: list[SharedMetrics], folder: Path) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_no_counter_falls_where_another_process_is_asked_next(tmp_path: Path) -> None:
+    async def work() -> tuple[float, float]:
+        every = made(2)
+        tasks = [asyncio.create_task(metrics.share(tmp_path)) for metrics in every]
+        await asyncio.sleep(0)
+        every[0].http("/v1/completions", 200)  # after the last write of its file
+        shown = [sum(v for n, v in samples(m).items() if "http_requests_total" in n) for m in every]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return shown[0], shown[1]
+
+    first, second = asyncio.run(work())
+    assert second >= first == 1
+
+
 def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
     every = made()
     asyncio.run(shared(every, tmp_path))

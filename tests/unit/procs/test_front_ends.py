@@ -19,7 +19,6 @@ from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
 from quire.procs.front_ends import (
     MOST_RESTARTS,
-    OPERATOR,
     RESTART_SECONDS,
     FrontPlace,
     Restarts,
@@ -27,6 +26,7 @@ from quire.procs.front_ends import (
     parts,
     start_front,
 )
+from quire.procs.held_signals import HELD
 from quire.procs.messages import Add, Back, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
 from quire.procs.wire import FROM_CORE, encode
 
@@ -179,11 +179,11 @@ def test_a_signal_of_the_operator_does_not_end_a_front_end_that_only_starts() ->
     """Here a module of Python stands for it, which reads its standard input to the end and has no handlers."""
     reader, writer = os.pipe()
     child = start_front("tokenize", ServerConfig.from_flat(device="mock"), reader, PLACES[1])
-    for number in OPERATOR:
+    for number in HELD:
         child.send_signal(number)
     child.release(0)  # standard input ends
     child.release()
     os.close(reader)
     os.close(writer)
     assert "exited" in str(child.ended())
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*OPERATOR}  # of this process
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*HELD}  # of this process

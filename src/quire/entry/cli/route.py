@@ -7,13 +7,17 @@ import argparse
 import asyncio
 import logging
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from quire.config import flags
+from quire.config.env import refuse_empty, variable
 from quire.config.serve import AccessConfig, HttpConfig, LogConfig, ServerConfig, TracingConfig
+from quire.entry.cli.serve import CHECK
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
-from quire.observe.log_lines import NoticeFormatter, set_up_logging
+from quire.observe.log_lines import NoticeFormatter, lost_lines, set_up_logging
+from quire.observe.log_writer import log_written_apart
 from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
@@ -33,6 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     from quire import router
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
+    parser.add_argument("--check", action="store_true", help=CHECK)
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     options = flags.options_of(HttpConfig, AccessConfig, LogConfig, TracingConfig)
     flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
@@ -40,14 +45,22 @@ def configure(parser: flags.FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Route until a signal comes. Exit code 0 after a clean stop."""
-    from quire.entry.http.server import run_loop
-
     config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
     server = ServerConfig.from_flat(**{name: given[name] for name in OWN if name in given})
-    set_up_logging(server.log.log_format, "router", NoticeFormatter())
-    LOG.setLevel(server.log.level)
-    raise_on_interrupt()
-    return run_loop(_route(config, server))
+    if server.access.api_key_file is None:
+        refuse_empty((variable("api_key_file"),), "this router would have no keys and no limits")
+    if args.check:
+        from quire.entry.http.access.files import check_files
+
+        print("\n".join(check_files(server, by_priority=True)))
+        return DONE
+    from quire.entry.http.server import run_loop
+
+    with log_written_apart(partial(lost_lines, log_format=server.log.log_format)):
+        set_up_logging(server.log.log_format, "router", NoticeFormatter())
+        LOG.setLevel(server.log.level)
+        raise_on_interrupt()
+        return run_loop(_route(config, server))
 
 
 async def _route(config: RouterConfig, server: ServerConfig) -> int:
@@ -66,7 +79,8 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
     router = RouterApp(config, web=server.http.web, tracing=server.tracing)
     admin = HttpConfig(port=config.admin_port or 0)
     app, reload = guarded(router, server)
-    app = RoutedLog(app, AccessLog(server.log, "router"))
+    log = AccessLog(server.log, "router")
+    app = RoutedLog(app, log)
     sides = [(app, server.http)]
     if config.admin_port is not None:
         sides.append((operated(router.operate, admin.host), admin))
@@ -74,7 +88,7 @@ async def _route(config: RouterConfig, server: ServerConfig) -> int:
         listeners = []
         for app, address in sides:
             stack.callback(release, socket := listen(address), address)
-            listeners.append(HttpListener(app, address, socket, router.refused, files=2))
+            listeners.append(HttpListener(app, address, socket, router.refused, files=2, log=log))
         if server.http.ssl_certfile is not None:
             reload["certificate"] = listeners[0].reload_certificate
             router.metrics.certificate_end = lambda: listeners[0].certificate_end

@@ -5,17 +5,22 @@ Never imports torch: the engine runs in its own process.
 
 import argparse
 import sys
+from functools import partial
 
 from quire.config import flags
-from quire.config.env import PEER_KEY, peer_variables
+from quire.config.exposure import bind_warnings, check_keys
 from quire.config.peer_flags import add_peer_flags
-from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
+from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig
 from quire.config.sources import CONFIG_FILE
-from quire.contracts.errors import ConfigError
 from quire.entry.keyboard_interrupt import raise_on_interrupt
-from quire.observe.log_lines import notice
+from quire.observe.log_lines import lost_lines, notice
+from quire.observe.log_writer import log_written_apart
+from quire.procs.held_signals import release
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
+CHECK = (
+    "read the configuration, the file of API keys and the certificate, start nothing, and exit: 0, or 3 for a mistake"
+)
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API.
 
@@ -34,6 +39,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print every value and its source, as a file for --config, and exit"
     )
+    parser.add_argument("--check", action="store_true", help=CHECK)
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
@@ -54,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if config.serve.headless:
         from quire.ranks.headless import serve_host
 
+        if sys.stderr.isatty():
+            release()  # the terminal goes, and this host with it; elsewhere it has no files to read again
         return serve_host(
             config.engine,
             "quire.assemble.rank_child",
@@ -62,20 +70,26 @@ def run(args: argparse.Namespace) -> int:
     from quire.assemble.obtain import check_options
     from quire.ranks.headless import check_first_host
 
-    check_peer_key(config)
+    check_keys(config.access)
     check_first_host(config.engine.hosts)
     check_options(config.engine)
+    if args.check:
+        from quire.entry.http.access.files import check_files
+
+        print("\n".join(check_files(config, by_priority=config.engine.scheduler.scheduling_policy == "priority")))
+        return 0
     for warning in bind_warnings(config):
         print(notice(warning, "warning", config.log.log_format), file=sys.stderr)
     from quire.entry.http.console import Console
     from quire.entry.http.server import run as serve
 
     raise_on_interrupt()
-    console = Console(config)
-    try:
-        return serve(config, console)
-    finally:
-        console.close()
+    with log_written_apart(partial(lost_lines, log_format=config.log.log_format)):
+        console = Console(config)
+        try:
+            return serve(config, console)
+        finally:
+            console.close()
 
 
 def secret_notes(config: ServerConfig) -> list[str]:
@@ -85,35 +99,4 @@ def secret_notes(config: ServerConfig) -> list[str]:
         lines.append("the API key is printed as ***: with this file, give it in QUIRE_API_KEY or with --api-key.")
     if config.engine.load.hf_token:
         lines.append("the hub token is printed as ***: with this file, give it in HF_TOKEN.")
-    return lines
-
-
-def check_peer_key(config: ServerConfig) -> None:
-    """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
-    if PEER_KEY in peer_variables() and not config.access.keyed:
-        raise ConfigError(
-            f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
-            f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}."
-        )
-
-
-def bind_warnings(config: ServerConfig) -> list[str]:
-    """Return warnings about a dangerous address or dangerous access rules of a server."""
-    http, keyed = config.http, config.access.keyed
-    lines = []
-    if http.uds is None and not is_loopback(http.host) and not keyed:
-        lines.append(
-            f"everyone who can reach {http.host}:{http.port} can use this server: set --api-key, or --host 127.0.0.1."
-        )
-    if http.uds is None and not is_loopback(http.host) and keyed and not http.ssl_certfile:
-        lines.append("keys and texts travel unencrypted: put a proxy with TLS in front, or set --ssl-certfile.")
-    if http.allowed_hosts and (http.uds is not None or keyed or not is_loopback(http.host)):
-        lines.append(
-            "--allowed-hosts has no effect here: host names are checked only without a key, on a loopback "
-            "address. Leave it out."
-        )
-    if "*" in http.allowed_hosts and not keyed:
-        lines.append("--allowed-hosts * without --api-key lets any web page that you visit use this server.")
-    if "*" in http.allowed_origins and not keyed:
-        lines.append("--allowed-origins * without --api-key lets any web page that you visit use this server.")
     return lines

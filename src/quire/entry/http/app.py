@@ -127,7 +127,7 @@ class _Refusals:
             return error_answer(404, f"this server has no path {path}: {OFF[path]}.", "not_allowed")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
-            near = near or difflib.get_close_matches(path[:200], self._paths, n=1)
+            near = near or difflib.get_close_matches(path[:200], self._paths, n=1, cutoff=0.75)
             hint = f" Did you mean {near[0]}?" if near else ""
             return error_answer(404, f"this server has no path {shown(path)}.{hint}", "unknown_path")
         if error.status_code == 405:

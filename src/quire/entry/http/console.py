@@ -42,6 +42,11 @@ class Console:
         self.close()
         self._say(notice(text, "note", self._format))
 
+    def fault(self, text: str) -> None:
+        """Print an error that ends the server."""
+        self.close()
+        self._say(notice(text, "error", self._format))
+
     def loading(self, message: Loading) -> None:
         """Show the progress of loading: the phase (such as "weights") and the part of it that is done."""
         new = message.phase != self._phase

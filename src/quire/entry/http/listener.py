@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 from quire.entry.http.access.certificate import check_certificate, end_of
-from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
+from quire.entry.http.observed.request_lines import AccessLog
+from quire.entry.http.protocol import NO_LOG, ConnectionLimits, LimitedProtocol, Traffic
 from quire.entry.http.sockets import BACKLOG, max_connections
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual proxy's 60, so that the proxy closes first
@@ -37,7 +38,8 @@ class HttpListener:
     Raises `ConfigError` when the certificate cannot be used.
     refused  called with the status of each response that the protocol sends before any route
     shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share
-    files    open files that a connection may need"""
+    files    open files that a connection may need
+    log      of requests: it has a line of each of these responses, too"""
 
     def __init__(
         self,
@@ -48,10 +50,11 @@ class HttpListener:
         *,
         shared: bool = False,
         files: int = 1,
+        log: AccessLog = NO_LOG,
     ) -> None:
         self.socket = listener
         limits = ConnectionLimits.of(config, max_connections=max_connections(files))
-        traffic = Traffic(refused)
+        traffic = Traffic(refused, log)
         # The application and the protocol log the errors themselves; uvicorn's other messages are routine.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         settings = uvicorn.Config(

@@ -15,9 +15,8 @@ that a client in the middle of an upload can read the answer, and closes.
 """
 
 import asyncio
-import http
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,16 +24,19 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.config.serve import HttpConfig
-from quire.contracts.error_bodies import MESSAGES_PATHS
-from quire.entry.http.anthropic.errors import anthropic_error
-from quire.entry.http.errors import error_json
+from quire.config.serve import HttpConfig, LogConfig
+from quire.contracts.request_ids import request_id_of
+from quire.entry.http.access.refused import Refused
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.sse import DIRECT_BODY
+from quire.entry.http.unchunked import Unchunked
 
 LOG = logging.getLogger("quire")
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
 READ_BYTES = 256 * 2**10  # that are read at once
 LINGER = 2.0  # seconds that a refused upload is read and dropped
+NO_LOG = AccessLog(LogConfig())
+MAX_LOGGED = 256  # bytes of a refused request's path in the log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +79,12 @@ class Traffic:
     uploading   bytes of request bodies that are arriving
     refused     called with the status of each refused request
     buffer      takes received bytes until they are parsed, at once
+    log         of requests: a refused request without a task has its line from here
     """
 
-    def __init__(self, refused: Callable[[int], None] = lambda status: None) -> None:
+    def __init__(self, refused: Callable[[int], None] = lambda status: None, log: AccessLog = NO_LOG) -> None:
         self.uploading = 0
-        self.refused = refused
+        self.refused, self.log = refused, log
         self.buffer = memoryview(bytearray(READ_BYTES))
 
 
@@ -89,14 +92,6 @@ class _Reading(Enum):
     IDLE = "between two requests"
     HEAD = "in the request line or the headers"
     BODY = "in the body"
-
-
-class _Refused(Exception):
-    """Raised inside a parser callback to send an error and close the connection."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 class _Early(Exception):
@@ -125,33 +120,10 @@ class ChunkedBody:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-class _Unchunked:
-    """The application for one HTTP/1.0 request, which has no chunked encoding.
-    A body of unknown length is sent as it is, and ends with the connection."""
-
-    def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
-        self._app, self._cycle = app, cycle
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        cycle, unknown = self._cycle, False
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal unknown
-            if message["type"] == "http.response.start":
-                unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-                if unknown:
-                    cycle.chunked_encoding = False
-            elif unknown:
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await self._app(scope, receive, sending)
-
-
-def _refusal(error: httptools.HttpParserError) -> _Refused:
+def _refusal(error: httptools.HttpParserError) -> Refused:
     """Return the refusal that a callback raised, or one of no HTTP. A frame below that kept it would form a circle."""
     cause = error.__context__
-    return cause if isinstance(cause, _Refused) else _Refused(400, f"not a valid HTTP request: {error}.")
+    return cause if isinstance(cause, Refused) else Refused(400, f"not a valid HTTP request: {error}.")
 
 
 class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -167,6 +139,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._body_bytes_before = 0  # value of `_body_bytes` when the body's timer was last set
         self._watch: asyncio.TimerHandle | None = None  # ends a head or a body that takes too long
         self._stall: asyncio.TimerHandle | None = None
+        self._began = self.loop.time()  # of the head that is read
         self._upgrade: list[bytes] | None = None  # request line of a request that asks for another protocol
 
     # --- the transport ------------------------------------------------------------------------------------------
@@ -177,7 +150,8 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if len(self.connections) > self._limits.max_connections:
             self._closing = True
             self._traffic.refused(503)
-            self._answer(_Refused(503, "too many connections: try again in a moment.", "engine_overloaded"))
+            many = Refused(503, "too many connections: try again in a moment.", "engine_overloaded")
+            self._answer(many, self._named(many, answerable=True))
             transport.close()
         else:
             self._watch_head()
@@ -242,7 +216,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_url(url)
         self._head_bytes += len(url)
         if len(self.url) > self._limits.max_url_bytes:
-            raise _Refused(
+            raise Refused(
                 414, f"the URL is longer than {self._limits.max_url_bytes} bytes: shorten it.", "url_too_long"
             )
 
@@ -252,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
         limits = self._limits
         if self._num_headers > limits.max_headers:
-            raise _Refused(
+            raise Refused(
                 431,
                 f"the request has more than {limits.max_headers} headers: send fewer, or start the "
                 "server with a higher --max-headers.",
@@ -283,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Begin a chunk of the body."""
         self._num_chunks += 1
         if self._num_chunks > (most := self._limits.max_chunks):
-            raise _Refused(413, f"the body has more than {most} chunks: send larger ones.", "body_too_large")
+            raise Refused(413, f"the body has more than {most} chunks: send larger ones.", "body_too_large")
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -293,7 +267,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._body_bytes > self._limits.max_body_bytes:
             raise self._body_too_large()
         if self._traffic.uploading > self._limits.uploads:
-            raise _Refused(503, "too many uploads at once: try again in a moment.", "engine_overloaded")
+            raise Refused(503, "too many uploads at once: try again in a moment.", "engine_overloaded")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -342,7 +316,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
             found = f"has {hosts} Host headers" if hosts else "has no Host header"
-            raise _Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
+            raise Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
 
     def _continue_without_upgrade(self, rest: bytes | memoryview) -> bool:
         """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
@@ -351,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         assert line is not None
         if line[0] == b"CONNECT":
             self._reading = _Reading.HEAD
-            self._refuse(_Refused(405, "CONNECT is not allowed: this server is not a proxy.", "method_not_allowed"))
+            self._refuse(Refused(405, "CONNECT is not allowed: this server is not a proxy.", "method_not_allowed"))
             return False
         kept = [b": ".join(header) for header in self.headers if header[0] not in HOP_BY_HOP]
         self.parser = httptools.HttpRequestParser(self)
@@ -364,9 +338,10 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        super()._start_asgi_task(cycle, Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _watch_head(self) -> None:
+        self._began = self.loop.time()
         self._watch = self.loop.call_later(self._limits.head_timeout, self._head_is_late)
 
     def _unwatch(self) -> None:
@@ -376,7 +351,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _head_is_late(self) -> None:
         message = f"the headers did not arrive within {self._limits.head_timeout:g} s."
-        self._refuse(_Refused(408, message, "request_timeout"))
+        self._refuse(Refused(408, message, "request_timeout"))
 
     def _body_is_late(self) -> None:
         limits = self._limits
@@ -386,14 +361,14 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._watch = self.loop.call_later(limits.body_timeout, self._body_is_late)
         else:
             self._refuse(
-                _Refused(
+                Refused(
                     408,
                     f"the body arrives at less than {limits.body_rate} bytes per second: send it faster.",
                     "request_timeout",
                 )
             )
 
-    def _refuse(self, refused: _Refused) -> None:
+    def _refuse(self, refused: Refused) -> None:
         """Send the error, if no answer has begun, and close the connection."""
         LOG.debug("%s refused with %d: %s", self.client, refused.status, refused)
         self._unwatch()
@@ -406,43 +381,54 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.cycle.message_event.set()
         else:
             answerable = not self._responding
+        request_id = self._named(refused, answerable)
         if not answerable:
             self.transport.close()
             return
-        self._answer(refused)
+        self._answer(refused, request_id)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER, self.transport.abort)
 
-    def _answer(self, refused: _Refused) -> None:
-        body = error_json(refused.status, str(refused), refused.code)
-        if self._reading is not _Reading.IDLE and MESSAGES_PATHS.search(self.url.decode("latin-1")):
-            body = anthropic_error(refused.status, body, None)[1]
-        status = http.HTTPStatus(refused.status)
-        retry = b"retry-after: 1\r\n" if refused.status in (429, 503) else b""
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
-            % (status.value, status.phrase.encode(), len(body), retry, body)
-        )
+    def _named(self, refused: Refused, answerable: bool) -> str:
+        """Return the id of a refused request, and have it logged: by its task if there is one, else here."""
+        begun = self._reading is not _Reading.IDLE  # else headers and URL are those of the request before
+        headers, state = (self.headers, self.scope["state"]) if begun else ([], {})
+        request_id: str = state.get("request_id") or request_id_of(headers)
+        facts = {"error": refused.code} if refused.code else {}
+        if self._reading is _Reading.BODY:
+            state["request_id"] = request_id
+            if answerable:
+                state["refused"] = (refused.status, facts)
+            return request_id
+        path = self.url.partition(b"?")[0][:MAX_LOGGED].decode("latin-1") if begun else ""
+        method = self.parser.get_method().decode("latin-1") if path else "-"  # parsed before the path
+        known = {"client": self.client, "method": method, "path": path or "-", "state": {"request_id": request_id}}
+        self._traffic.log.tell(known, refused.status, self.loop.time() - self._began, **facts)
+        return request_id
+
+    def _answer(self, refused: Refused, request_id: str) -> None:
+        path = "" if self._reading is _Reading.IDLE else self.url.decode("latin-1")
+        self.transport.write(refused.answer(path, request_id, self.server_state.default_headers))
 
     def _end_upload(self) -> None:
         self._traffic.uploading -= self._body_bytes
         self._body_bytes = 0
 
-    def _too_much(self) -> _Refused:
+    def _too_much(self) -> Refused:
         limit = self._limits.max_header_bytes
         if self._reading is _Reading.BODY:
-            return _Refused(400, f"{limit} bytes of chunk headers or trailers without a body.")
-        return _Refused(
+            return Refused(400, f"{limit} bytes of chunk headers or trailers without a body.")
+        return Refused(
             431,
             f"request line and headers have more than {limit} bytes: send fewer, or start the server "
             "with a higher --max-header-bytes.",
             "headers_too_large",
         )
 
-    def _body_too_large(self) -> _Refused:
-        return _Refused(
+    def _body_too_large(self) -> Refused:
+        return Refused(
             413,
             f"the body has more than {self._limits.max_body_bytes} bytes: send less, or start the "
             "server with a higher --max-body-bytes.",

@@ -42,8 +42,8 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_of(scope["headers"])
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        request_id = state["request_id"] = state.get("request_id") or request_id_of(scope["headers"])
         scope["path"] = self._below_root(scope["path"])
         status, complete, began = 0, False, time.monotonic()
 
@@ -70,10 +70,11 @@ class RequestScope:
                 answer = error_answer(500, words, "internal_error", headers={"x-should-retry": "false"})
                 await answer(scope, receive, passing)
         finally:
-            outcome = status if complete else CLIENT_GONE
-            self._metrics.http(self._label(scope), outcome, scope["method"])
-            self._access_log.tell(scope, outcome, time.monotonic() - began, **facts_of(scope))
-            scope["state"].pop("ticket", None)  # the scope may wait for the garbage collection, prompts need not
+            outcome, refused = state.get("refused", (status if complete else CLIENT_GONE, {}))
+            if "refused" not in state:  # by the protocol, which counts it
+                self._metrics.http(self._label(scope), outcome, scope["method"])
+            self._access_log.tell(scope, outcome, time.monotonic() - began, **(facts_of(scope) | refused))
+            state.pop("ticket", None)  # the scope may wait for the garbage collection, prompts need not
 
     def _label(self, scope: Scope) -> str:
         """Return the metrics label of a request: the route's pattern, or its path when a middleware answered."""

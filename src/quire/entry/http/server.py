@@ -34,10 +34,12 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.life.warm_up import WarmUp
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.observed.reloads import counted
+from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.sockets import listen, release, url_of
 from quire.entry.signals import OperatorSignals, StopRequests
 from quire.entry.terminal_messages import wrapped
 from quire.observe.log_lines import JSON, notice, set_up_logging
+from quire.observe.log_writer import drain_log
 from quire.observe.metrics import Metrics
 from quire.observe.process import collect_garbage, keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
@@ -76,7 +78,7 @@ def run(config: ServerConfig, console: Console) -> int:
     if _threads_left():
         console.close()
         sys.stdout.flush()
-        sys.stderr.flush()
+        drain_log()
         os._exit(code)
     return code
 
@@ -98,6 +100,7 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         listener,
         partial(metrics.http, BEFORE_ROUTES, method="any"),
         shared=place.count > 1,
+        log=AccessLog(config.log),
     )
     metrics.certificate_end = lambda: http.certificate_end
     reload = {"keys": context.keyring.reload} if config.access.api_key_file is not None else {}
@@ -159,10 +162,16 @@ class _Life:
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
         timeout, began = self._config.serve.shutdown_timeout, time.monotonic()
         self._engine.drain()
-        if running := self._engine.num_live:
-            have = "has" if running == 1 else "have"
+        count = self._engine.place.count
+        where = f" in the first of {count} processes" if count > 1 else ""  # each knows its own requests
+        if (running := self._engine.num_live) or where:
+            have = (
+                f"running{where}, and those of the others, have"
+                if where
+                else f"running {'has' if running == 1 else 'have'}"
+            )
             self._console.note(
-                f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
+                f"{self._stop.name}: no new requests; {running} {have} {timeout:g} s to finish. "
                 "A second signal ends at once."
             )
         second = asyncio.create_task(self._stop.second.wait())
@@ -173,7 +182,8 @@ class _Life:
         if dead.done():
             return await self._die(dead.result())
         if left := self._engine.num_live:
-            what = "1 request did not finish; it ends" if left == 1 else f"{left} requests did not finish; they end"
+            what = "1 request" if left == 1 else f"{left} requests"
+            what += f" did not finish{where}; {'it ends' if left == 1 else 'they end'}"
             self._console.note(f"{what} with an error.")
         self._console.note(f"Stopped, {time.monotonic() - began:.1f} s after {self._stop.name}.")
         return self._stop.code if self._stop.second.is_set() else DONE
@@ -188,7 +198,7 @@ class _Life:
         await self._http.stop(max(FLUSH_GRACE, timeout - (time.monotonic() - began)))
 
     async def _die(self, cause: QuireError) -> int:
-        self._console.note(f"The engine died: {cause} Ending in {DEATH_GRACE:g} s with exit code {FAILED}.")
+        self._console.fault(f"The engine died: {cause} Ending in {DEATH_GRACE:g} s with exit code {FAILED}.")
         second = asyncio.create_task(self._stop.second.wait())
         await asyncio.wait({second}, timeout=DEATH_GRACE)
         second.cancel()
@@ -196,7 +206,7 @@ class _Life:
 
     def _listener_failed(self) -> int:
         error = self._http.serving.exception() if not self._http.serving.cancelled() else None
-        self._console.note(f"The HTTP server failed: {error or 'no reason given'}")
+        self._console.fault(f"The HTTP server failed: {error or 'no reason given'}")
         return FAILED
 
     async def _tick(self, metrics: Metrics) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config.serve import HttpConfig
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import AddressTaken, ConfigError
 
 BACKLOG = 2048
 RESERVED_FILES = 128  # file descriptors kept for other uses than connections
@@ -40,7 +40,8 @@ def listen(config: HttpConfig) -> socket.socket:
         listener.listen(BACKLOG)  # at once: until then another server could bind the same port
     except OSError as error:
         listener.close()
-        raise ConfigError(_explain(error, config)) from None
+        kind = AddressTaken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(_explain(error, config)) from None
     return listener
 
 
@@ -137,7 +138,7 @@ def _listen_unix(path: str) -> socket.socket:
             raise ConfigError(f"uds={path!r} is a file and not a socket: give another path.")
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(path) == 0:
-                raise ConfigError(f"uds={path!r}: another server listens there: stop it, or give another path.")
+                raise AddressTaken(f"uds={path!r}: another server listens there: stop it, or give another path.")
         os.unlink(path)  # left by a server that was killed
     listener = socket.socket(socket.AF_UNIX)
     try:

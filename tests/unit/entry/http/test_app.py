@@ -202,6 +202,8 @@ def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngi
     app = make(engine)
     answer = call(app, "/chat/completions", "POST", b"{}", content_type="application/json")
     assert answer.status == 404 and "Did you mean /v1/chat/completions?" in answer.error["message"]
+    assert "Did you mean" in call(app, "/v1/completion").error["message"]
+    assert "Did you mean" not in call(app, "/v1/nope").error["message"]
     for path in ("/v1", "/health/", "/%00", "/" + "x" * 10_000):
         assert call(app, path).status == 404 and call(app, path).error["type"] == "invalid_request_error", path
     for method, path in every_route(app):

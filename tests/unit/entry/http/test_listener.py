@@ -18,6 +18,7 @@ from quire.entry.http.listener import HttpListener
 from quire.entry.http.observed.reloads import counted
 from quire.entry.signals import OperatorSignals
 from quire.observe.series import Tally
+from quire.procs.held_signals import hold
 
 COUNT = 40
 
@@ -64,8 +65,8 @@ def test_a_refused_reload_is_an_error_and_both_results_are_counted(caplog: pytes
     async def work() -> None:
         told, reloads = list[str](), Tally()
         reload = counted({"keys": refuse, "certificate": lambda: "It is read again."}, reloads)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # as a further HTTP process starts
-        signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
+        hold()
+        signal.pthread_kill(threading.get_ident(), signal.SIGHUP)  # while the process starts: the files are read later
         with OperatorSignals([*reload], lambda number: None, told.append, logging.INFO):
             while len(reloads.counts) < 2 or not told or not caplog.records:
                 await asyncio.sleep(0)

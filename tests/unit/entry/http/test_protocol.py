@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from quire.config.serve import LogConfig
+from quire.entry.http.observed.request_lines import AccessLog
+from quire.entry.http.request_scope import RequestScope
 from quire.entry.http.sse import DIRECT_BODY
+from quire.observe.metrics import Metrics
 
-from .conftest import Live, read_all, read_until
+from .conftest import Live, echo, read_all, read_until
 
 Start = Callable[..., Live]
 HOST = b"Host: quire\r\n"
@@ -85,6 +89,31 @@ def test_a_large_body_does_not_count_as_headers(serve_echo: Start) -> None:
 def test_a_long_url(serve_echo: Start) -> None:
     status, error = refusal(serve_echo().ask(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"))
     assert status == 414 and error["type"] == "invalid_request_error"
+
+
+def test_a_refused_request_has_an_id_and_one_line_in_the_access_log(
+    serve_echo: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = AccessLog(LogConfig(access_log=True))
+    scoped = RequestScope(echo, metrics=Metrics(), access_log=log)
+    live = serve_echo(scoped, max_body_bytes=8, body_timeout=0.01)
+    live.traffic.log = log
+    own, post = b"X-Request-Id: mine\r\n", b"POST /x?secret HTTP/1.1\r\n" + HOST
+    length, chunked = b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+    for words, *pieces in (
+        ("- - 400", b"nothing\r\n\r\n"),
+        ("GET /xxx 431 mine headers_too_large", b"GET /xxx HTTP/1.1\r\n" + own + HOST, b"a: b\r\n" * 200, b"\r\n"),
+        ("POST /x 413 mine body_too_large", post + own + length % 9),
+        ("POST /x 413 body_too_large", post + chunked, b"9\r\n123456789\r\n"),
+        ("POST /x 408 mine request_timeout", post + own + length % 8 + b"1"),
+    ):
+        head = live.ask(*pieces).partition(b"\r\n\r\n")[0].decode().lower()
+        (name,) = [line.split()[1] for line in head.splitlines() if line.startswith("x-request-id:")]
+        while not (lines := capsys.readouterr().err.splitlines()):  # a task that reads a body prints its line later
+            time.sleep(0.01)
+        (line,) = lines
+        assert {*words.replace("mine", "").split(), name} <= {*line.replace("error=", "").split()} and "date:" in head
+        assert (name == "mine") == ("mine" in words) and "secret" not in line
 
 
 def test_two_hundred_megabytes_of_body_are_refused_before_they_come(serve_echo: Start) -> None:

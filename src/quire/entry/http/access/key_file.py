@@ -30,7 +30,7 @@ TIMEOUTS = ("queue_timeout", "first_token_timeout", "request_timeout")
 class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of the file. None: no limit.
 
-    key, sha256           the key, or its digest in hexadecimal; exactly one of them
+    key, sha256           the key, or its digest in hexadecimal; several, while clients move from one to the next
     requests_per_minute   POST requests; as many may come at once
     tokens_per_minute     prompt and output tokens; as many may come at once
     concurrency           requests that generate, or compute vectors, at once
@@ -40,8 +40,8 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ..._timeout           time limits of the key's requests, in place of those of the server
     """
 
-    key: str = ""
-    sha256: str = ""
+    key: str | tuple[str, ...] = ()
+    sha256: str | tuple[str, ...] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
@@ -53,9 +53,19 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_timeout: float | None = None
 
     @property
-    def digest(self) -> bytes:
-        """SHA-256 of the key, 32 bytes."""
-        return sha256(self.key.encode()).digest() if self.key else bytes.fromhex(self.sha256)
+    def plain(self) -> tuple[str, ...]:
+        """The keys that are not given by their digests."""
+        return (self.key,) if isinstance(self.key, str) else self.key
+
+    @property
+    def hexadecimal(self) -> tuple[str, ...]:
+        """The digests that are given in place of keys."""
+        return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
+
+    @property
+    def digests(self) -> list[bytes]:
+        """SHA-256 of each key, 32 bytes."""
+        return [sha256(key.encode()).digest() for key in self.plain] + [*map(bytes.fromhex, self.hexadecimal)]
 
     def may_use(self, model: str) -> bool:
         """True when the key may use a model or an adapter of this name."""
@@ -101,8 +111,11 @@ def read_keys(path: Path, *, by_priority: bool) -> dict[str, KeyRules]:
             _check(name, rules, by_priority)
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{where}, key {shown(name)}: {str(error).rstrip('.')}.") from None
-        if (other := names.setdefault(rules.digest, name)) != name:
-            raise ConfigError(f"{where}: {shown(other)} and {shown(name)} have the same key: give each its own.")
+        for digest in rules.digests:
+            if (other := names.setdefault(digest, name)) != name:
+                raise ConfigError(f"{where}: {shown(other)} and {shown(name)} have the same key: give each its own.")
+    if len(names) > MAX_KEYS:
+        raise ConfigError(f"{where} has {len(names)} keys, those of rotations included: give 1 to {MAX_KEYS:,}.")
     return found
 
 
@@ -110,11 +123,11 @@ def _check(name: str, rules: KeyRules, by_priority: bool) -> None:
     """Raise `ConfigError` for an entry that cannot work."""
     if not NAME.fullmatch(name):
         raise ConfigError("a name has 1 to 64 letters, digits and . _ @ -")
-    if bool(rules.key) == bool(rules.sha256):
-        raise ConfigError("give either key or sha256")
-    if rules.key and not is_key(rules.key):
-        raise ConfigError("a key must be printable ASCII without spaces around it")
-    if rules.sha256 and not DIGEST.fullmatch(rules.sha256):
+    if not rules.plain and not rules.hexadecimal:
+        raise ConfigError("give key or sha256, or a list of them")
+    if not all(map(is_key, rules.plain)):
+        raise ConfigError("a key must be printable ASCII without spaces around it, and not empty")
+    if not all(map(DIGEST.fullmatch, rules.hexadecimal)):
         raise ConfigError("sha256 must be 64 hexadecimal digits, in small letters: `printf %s KEY | sha256sum`")
     for field in POSITIVE:
         if (value := getattr(rules, field)) is not None and value < 1:

@@ -82,13 +82,14 @@ class Keyring:
         config, named = self._config, dict[str, KeyRules]()
         if self._file is not None:
             named = read_keys(self._file, by_priority=self._by_priority)
-            if any(rules.key for rules in named.values()) and self._file.stat().st_mode & 0o077:
+            if any(rules.plain for rules in named.values()) and self._file.stat().st_mode & 0o077:
                 LOG.warning("other users may read the keys in %s: run chmod 600, or give their sha256.", self._file)
         owners = {sha256(key.encode()).digest(): Caller(owner=key.encode()) for key in config.api_key}
         for name, rules in named.items():
-            if rules.digest in owners:
-                raise ConfigError(f"the key of {name!r} is given with --api-key, too: leave it out there.")
-            owners[rules.digest] = Caller(name=name, owner=b"\0" + name.encode(), rules=rules)  # keys have no \0
+            for digest in rules.digests:
+                if digest in owners:
+                    raise ConfigError(f"the key of {name!r} is given with --api-key, too: leave it out there.")
+                owners[digest] = Caller(name=name, owner=b"\0" + name.encode(), rules=rules)  # keys have no \0
         if named or len(owners) > 1:
             owners = {digest: self._with_account(caller) for digest, caller in owners.items()}
         self._callers = {self._blind(digest): (digest, caller) for digest, caller in owners.items()}

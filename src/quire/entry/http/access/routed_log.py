@@ -20,7 +20,7 @@ class RoutedLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, facts = scope.setdefault("state", {}), dict[str, object]()
-        state |= {"request_id": request_id_of(scope["headers"]), "facts": facts}
+        state |= {"request_id": state.get("request_id") or request_id_of(scope["headers"]), "facts": facts}
         status, complete, began = 0, False, time.monotonic()
 
         async def passing(message: Message) -> None:
@@ -43,4 +43,5 @@ class RoutedLog:
             status, complete = status or 500, True
             raise
         finally:
-            self._log.tell(scope, status if complete else CLIENT_GONE, time.monotonic() - began, **facts)
+            outcome, refused = state.get("refused", (status if complete else CLIENT_GONE, {}))  # by the protocol
+            self._log.tell(scope, outcome, time.monotonic() - began, **(facts | refused))

@@ -37,7 +37,7 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     found = read_keys(write(tmp_path, TOML), by_priority=True)
     assert [found[name].requests_per_minute for name in ("alice", "bob")] == [10, 20]
     alice, bob = found.values()
-    assert alice.digest == sha256(b"sk-a").digest() and bob.digest == sha256(b"sk-b").digest()
+    assert [rules.digests for rules in (alice, bob)] == [[sha256(b"sk-a").digest()], [sha256(b"sk-b").digest()]]
     assert [bob.may_use(name) for name in ("base", "sql-7", "other")] == [True, True, False] and alice.may_use("other")
     assert [alice.priority_of(asked) for asked in (None, 5, -5)] == [3, 5, 3]  # never more urgent than its key
     assert [bob.priority_of(asked) for asked in (None, 5, -5)] == [0, 5, -5]
@@ -51,8 +51,10 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
         ("keys = 3", "is no file of keys in TOML"),
         ("[keys", "is no file of keys in TOML"),
         ("[keys]", "has 0 keys"),
-        ("[keys.a]", "key 'a': give either key or sha256"),
-        (f'[keys.a]\nkey = "x"\nsha256 = "{DIGEST}"', "key 'a': give either key or sha256"),
+        ("[keys.a]", "key 'a': give key or sha256"),
+        ("[keys.a]\nkey = []", "key 'a': give key or sha256"),
+        ('[keys.a]\nkey = ["x", ""]', "key 'a': a key must be printable ASCII without spaces around it, and not empty"),
+        (f'[keys.a]\nkey = "sk-b"\n[keys.b]\nsha256 = ["{DIGEST}"]', "'a' and 'b' have the same key"),
         ('[keys.a]\nkey = " x"', "key 'a': a key must be printable ASCII"),
         ('[keys.a]\nsha256 = "AB"', "key 'a': sha256 must be 64"),
         ('[keys.a]\nkey = "x"\nconcurrency = 0', "key 'a': concurrency=0: must be at least 1"),
@@ -66,6 +68,13 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
 def test_a_file_that_cannot_work_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
         read_keys(write(tmp_path, text), by_priority=False)
+
+
+def test_a_name_may_have_several_keys_while_clients_move(tmp_path: Path) -> None:
+    file = write(tmp_path, f'[keys.a]\nkey = ["sk-a", "sk-new"]\nsha256 = "{DIGEST}"')
+    ring = Keyring(AccessConfig(api_key_file=str(file)), by_priority=False)
+    callers = [ring.find([key]) for key in (b"sk-a", b"sk-new", b"sk-b")]
+    assert callers[0] is not None and callers[0].name == "a" and callers == callers[:1] * 3
 
 
 def test_a_missing_file_and_one_of_another_kind(tmp_path: Path) -> None:
@@ -82,7 +91,7 @@ def test_a_bad_file_keeps_the_keys_and_a_good_one_replaces_them(tmp_path: Path) 
     assert names == ["alice", "bob", ""] and ring.find([b"sk-c", b""]) is None
     first = ring.find([b"no", b"sk-a"])
     write(tmp_path, "[keys.alice]")
-    with pytest.raises(ConfigError, match="stay as they were: .*give either key or sha256"):
+    with pytest.raises(ConfigError, match="stay as they were: .*give key or sha256"):
         ring.reload()
     assert ring.find([b"sk-a"]) == first is not None
     write(tmp_path, '[keys.alice]\nkey = "sk-new"')
