@@ -15,6 +15,7 @@ import rules
 from quire.config.env import CACHE_DIR, variable
 from quire.config.serve import server_names
 from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
+from quire.entry.http.observed.request_metrics import REFUSALS
 from quire.observe.metrics import FAMILIES
 from quire.router import metrics as router_metrics
 
@@ -192,9 +193,19 @@ def test_alerts_are_those_of_the_page_about_metrics_that_there_are() -> None:
         for cell in re.findall(r"^\| ([^|]+) \|", rows, re.M)
         for name in re.findall(r"`(\w+)`", cell)
     }
-    assert len(tabled) > 12 and not [name for name in tabled if not any(one.startswith(name) for one in asked)]
+    assert len(tabled) > 12 and tabled <= asked & labels.keys(), "series as they are in /metrics, each in a rule"
     if shutil.which("promtool"):
         subprocess.run(["promtool", "check", "rules", ALERTS], check=True)
+
+
+def test_reasons_and_causes_of_the_page_are_those_that_are_0_from_the_start() -> None:
+    page = (rules.ROOT / "docs" / "operating.md").read_text().partition("### Reasons and causes")[2].partition("###")[0]
+    known = {family.name: {word for (word,) in family.zeros()} for family in FAMILIES if len(family.kind.split()) == 2}
+    for label, name in (("reason", "admission_rejections"), ("cause", "request_aborts")):
+        (rows,) = re.findall(rf"^\| {label} \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.M)
+        cells = re.findall(r"^\| ([^|]+) \|", rows, re.M)
+        assert {word for cell in cells for word in re.findall(r"`(\w+)`", cell)} == known[name], name
+    assert {reason for _, reason in REFUSALS} < known["admission_rejections"]
 
 
 def test_the_page_says_of_each_file_whether_it_ran() -> None:
