@@ -30,7 +30,7 @@ class MetricFamily(NamedTuple):
         """Bounds of a histogram's buckets, else ""."""
         return self.values if self.kind.startswith("histogram") else ""
 
-    def zeros(self) -> dict[tuple[str, ...], float]:
+    def zeros(self) -> dict[Any, float]:
         """Return the counts of a counter before its first event. Without them `increase()` misses this event."""
         known = self.values if self.kind.startswith("counter") else ""
         return dict.fromkeys(product(*(words.split() for words in known.split(" / "))), 0.0) if known else {}
