@@ -63,7 +63,7 @@ def test_ranks_come_back(layout: Sequence[str]) -> None:
             follows(server, core)
             assert not any(map(is_running, ranks)) and len(children(core_of(server))) == 2
             assert answer(server)[0] == text
-        counted = server.metric("quire:restarts_total")
+        counted = {name: count for name, count in server.metric("quire:restarts_total").items() if count}
         assert {(name.count('"rank"'), count) for name, count in counted.items()} == {(1, 1.0), (0, 1.0)}
     assert {*os.listdir("/dev/shm")} == shared
 

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -67,9 +68,10 @@ def prepared(file: str, folder: Path, server: int, port: int) -> str:
     """Return a configuration with this port, server and certificate in place of those that it names."""
     text = (CONFIGURATIONS / file).read_text()
     changes = {
+        "443": str(port),  # first: the other ports may have these digits
         "127.0.0.1:8000": f"127.0.0.1:{server}",
         "port_value: 8000": f"port_value: {server}",
-        "443": str(port),
+        "listen 80;": f"listen {free_address()};",
         f"/etc/ssl/{NAME}": str(folder),
         SITE: f"{NAME}:{port} {{\n\ttls {folder}/fullchain.pem {folder}/privkey.pem\n",
         **{f"/var/log/{name}": str(folder) for name in ("nginx", "caddy", "envoy")},
@@ -159,7 +161,8 @@ def test_a_proxy_in_front_of_a_server(proxy: str, program: str, folder: Path, se
         assert answer.headers["x-request-id"] == f"of-{proxy}"
         assert answer.headers["x-ratelimit-limit-requests"] == "1000"
         assert client.ask("/v1/completions", asked(), authorization="Bearer no").status == 401
-        assert client.ask("/ready").status == 200
+        odd = client.ask("/ready", x_request_id="an id")
+        assert odd.status == 200 and re.fullmatch("[0-9a-f]{32}|[0-9a-f-]{36}", odd.headers["x-request-id"])
         for path in HIDDEN:
             refused = client.ask(path, authorization=key)
             assert refused.status in (400, 404) and b"quire:" not in refused.body, path
@@ -173,12 +176,31 @@ def test_a_proxy_in_front_of_a_server(proxy: str, program: str, folder: Path, se
         stream.close()
         wait_until(lambda: count("request_aborts_total") > aborted, "the engine hears that the client has left")
         wait_until(lambda: count("num_requests_running") == 0, "the end of the request")
+    if proxy == "nginx":
+        lines = [json.loads(line) for line in (folder / "quire.log").read_text().splitlines()]
+        found = {line["request_id"]: (line["path"], line["status"], line["upstream_status"]) for line in lines}
+        assert found["of-nginx"] == ("/v1/completions", 200, "200")
+        assert found[odd.headers["x-request-id"]] == ("/ready", 200, "200")
+        assert found[refused.headers["x-request-id"]][1:] == (404, "")
 
 
 @pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
-def test_nginx_says_when_to_come_back_while_no_server_listens(folder: Path) -> None:
+def test_answers_of_nginx_itself_are_those_of_an_api(folder: Path) -> None:
+    """JSON with a code and the request's id; while no server listens it says when to come back."""
     nobody, port = (int(free_address().rpartition(":")[2]) for _ in range(2))
     with running([PROGRAMS["nginx"], *arguments_of("nginx", folder, nobody, port)], folder, port):
-        answer = Client(folder, port).ask("/v1/completions", asked(), x_request_id="of-nobody")
-    assert (answer.status, answer.headers["retry-after"], answer.headers["x-request-id"]) == (503, "5", "of-nobody")
-    assert answer.headers["content-type"] == "application/json" and answer.json()["error"]["code"] == "no_server"
+        client = Client(folder, port)
+        away = client.ask("/v1/completions", asked(), x_request_id="of-nobody")
+        large = client.ask("/v1/completions", b" " * (8 * 2**20 + 1), x_request_id="of-nobody")
+        hidden = client.ask("/metrics", x_request_id="of-nobody")
+        (plain,) = re.findall(r"listen 127.0.0.1:(\d+);", (folder / "nginx").read_text())
+        connection = http.client.HTTPConnection("127.0.0.1", int(plain), timeout=PATIENCE)
+        connection.request("POST", "/v1/completions", b"{}", {"Host": NAME})
+        moved = connection.getresponse()
+        assert (moved.status, moved.getheader("location")) == (308, f"https://{NAME}/v1/completions")
+        connection.close()
+    codes = {404: "unknown_path", 413: "body_too_large", 503: "no_server"}
+    for answer, status in ((hidden, 404), (large, 413), (away, 503)):
+        assert answer.status == status and answer.json()["error"]["code"] == codes[status]
+        assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"] == "of-nobody"
+    assert away.headers["retry-after"] == "5"

@@ -174,5 +174,5 @@ def test_https_with_a_certificate_that_is_read_again(tmp_path: Path) -> None:
                 url, unchecked = f"https://127.0.0.1:{port}/metrics", ssl._create_unverified_context()
                 body = urllib.request.urlopen(url, context=unchecked).read().decode()
                 lines = [line for line in body.splitlines() if line[0] != "#"]
-                found = {line.partition("{")[0]: float(line.split()[-1]) for line in lines}
+                found = {line.partition("{")[0]: float(line.split()[-1]) for line in lines if not line.endswith(" 0.0")}
                 assert found["quire:certificate_end_time_seconds"] == end and found["quire:reloads_total"] == 1

@@ -8,13 +8,13 @@ Knows nothing of HTTP and of the engine; the server calls the hooks.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +24,7 @@ from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.contracts.text_table import read_rows
+from quire.observe.families import MetricFamily, filled
 from quire.observe.process import resident_bytes
 from quire.observe.restarts import RestartTally
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
@@ -48,41 +49,7 @@ COPIED = {
     "copied_bytes": ("loaded_bytes", "stored_bytes"),
     "copy_seconds": ("loaded_seconds", "stored_seconds"),
 }  # metric of a tier -> fields of `TierStats`
-KINDS: dict[str, Any] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
-
-
-class MetricFamily(NamedTuple):
-    """Definition of a metric, a row of `metrics.txt`.
-
-    kind     "gauge", "counter" or "histogram", then the names of the labels, separated by spaces
-    bounds   bounds of a histogram's buckets, separated by spaces; "lengths": 1, 2, 5, 10, ... up to the context length
-    """
-
-    name: str
-    kind: str
-    help: str
-    bounds: str = ""
-
-
 FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
-
-
-def filled(
-    families: Iterable[MetricFamily], values: Mapping[str, Any], prefix: str, given: Mapping[str, str]
-) -> Iterator[Metric]:
-    """Yield every family with its values, in the form of Prometheus' client.
-
-    values   by name of the family: a number or a histogram; with labels, a dict of these by the values of the labels
-    given    labels of every family, before its own
-    """
-    for family in families:
-        value = values[family.name]
-        kind, *labels = family.kind.split()
-        metric = KINDS[kind](f"{prefix}:{family.name}", family.help, labels=[*given, *labels])
-        for key, each in (value if isinstance(value, dict) else {(): value}).items():
-            numbers = (each.buckets(), each.total) if isinstance(each, Histogram) else (each,)
-            metric.add_metric([*given.values(), *((key,) if isinstance(key, str) else key)], *numbers)
-        yield metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +191,7 @@ class Metrics(Collector):
         reason: str,
         *,
         num_prompt: int,
-        num_output: int,
+        num_outputs: Sequence[int],
         queue_s: float | None,
         prefill_s: float | None,
         decode_s: float | None,
@@ -233,10 +200,12 @@ class Metrics(Collector):
         num_preemptions: int = 0,
         token_s: Iterable[float] = (),
     ) -> None:
+        """Count a prompt that has ended. num_outputs: tokens of each of its completions"""
         self._finished.add(reason)
         seen = self._seen
         seen["request_prompt_tokens"].observe(num_prompt)
-        seen["request_generation_tokens"].observe(num_output)
+        seen["request_generation_tokens"].observe(sum(num_outputs))
+        seen["request_max_num_generation_tokens"].observe(max(num_outputs, default=0))
         seen["request_num_preemptions"].observe(num_preemptions)
         seen["request_prefill_kv_computed_tokens"].observe(num_prompt - num_cached)
         inference_s = None if prefill_s is None else prefill_s + (decode_s or 0.0)

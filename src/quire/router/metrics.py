@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from quire.contracts.text_table import read_rows
-from quire.observe.metrics import MetricFamily, filled
+from quire.observe.families import MetricFamily, filled
 from quire.observe.series import Histogram, Tally
 from quire.router.addresses import MOST_MEMBERS
 from quire.router.backends import Backend

@@ -11,12 +11,15 @@ from quire.config.peer_flags import PEER_FLAGS
 from quire.observe.metrics import FAMILIES
 
 from ...support.named_code import NAMED, missing
+from .test_deploy import SERIES as SERIES_ENDS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "coming-from-vllm.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.+?)(?=^## |\Z)", PAGE, re.M | re.S))
-OTHER = ("Flags", "Environment variables", "Metrics")  # sections without code
+ABSENT = "Metrics that are not here"
+OTHER = ("Flags", "Environment variables", "Metrics", ABSENT)  # sections without code
 FLAGS = {name for _, option in server_options() for name in flag_names(option)}
 METRICS = {family.name for family in FAMILIES}
+SERIES = {f"quire:{family.name}{SERIES_ENDS[family.kind.split()[0]]}" for family in FAMILIES}
 PEERS = {name for flag in PEER_FLAGS for name in flag.names}
 
 
@@ -48,3 +51,6 @@ def test_flags_variables_and_metrics() -> None:
         assert set(named(ours)) <= FLAGS and all(name in PEER_NAMES[variable] for name in named(ours)), theirs
     for theirs, ours, _ in rows("Metrics"):
         assert named(theirs) == [f"vllm:{name}" for name in named(ours)] and set(named(ours)) <= METRICS, theirs
+    for theirs, ours, _ in rows(ABSENT):
+        assert not METRICS & {name.removeprefix("vllm:") for name in named(theirs)}, theirs
+        assert set(re.findall(r"quire:\w+", ours)) <= SERIES, theirs

@@ -1,6 +1,7 @@
 """Files of deploy/: command lines are Quire's, names and ports agree, and the page says of each file whether it ran."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import rules
 from quire.config.env import CACHE_DIR, variable
 from quire.config.serve import server_names
 from quire.entry.exit_codes import MISUSED, NO_MEMORY, REFUSED
+from quire.entry.http.observed.request_metrics import REFUSALS
 from quire.observe.metrics import FAMILIES
 from quire.router import metrics as router_metrics
 
@@ -22,6 +24,7 @@ from ...support.documented import quire_commands, refusal
 
 DEPLOY = rules.ROOT / "deploy"
 SETS = [DEPLOY / "kubernetes" / name for name in ("engine", "replicas", "scaled", "apart")]
+KEYS = DEPLOY / "kubernetes" / "keys"  # a component of the others
 MANIFESTS = sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
 DOCKERFILES = sorted((DEPLOY / "docker").iterdir())
 PROXIES = sorted((DEPLOY / "proxies").iterdir())
@@ -98,11 +101,34 @@ def test_what_would_be_applied(folder: Path) -> None:
         asked |= {word.partition("=")[2] for word in words if re.match("--(prefill-)?backend=", word)}
         shared |= {word.partition("=")[2] for word in words if word.startswith("--kv-share=")}
         read |= {word.partition("=")[2] for word in words if word.startswith("--kv-peers=")}
+        if any(word.startswith("--kv-share=") or word.startswith("--kv-peers=") for word in words):
+            keys = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+            assert not keys[variable("cluster_key")].get("optional")
         assert container["ports"][0]["containerPort"] == int(value_of("--port", words))
         assert {container[probe]["httpGet"]["path"] for probe in PROBES if probe in container} == {"/ready", "/live"}
         assert pod["spec"]["terminationGracePeriodSeconds"] > int(value_of("--shutdown-timeout", words))
     routed = any(words_of(pod)[0] == "route" for pod in pods(found))
     assert asked == (engines if routed else set()) and shared == read
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+def test_a_file_of_keys_from_a_secret(tmp_path: Path) -> None:
+    """The example of the page gives each container the file that its variable names; its user may read it."""
+    page = (rules.ROOT / "docs" / "deploying.md").read_text()
+    (example,) = [block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "components:" in block]
+    place = os.path.relpath(DEPLOY, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(example.replace("deploy/", f"{place}/"))
+    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=True)
+    found = pods(objects(done.stdout))
+    assert {words_of(pod)[0] for pod in found} == {"serve", "route"}
+    for pod in found:
+        (container,) = pod["spec"]["containers"]
+        (given,) = [one["value"] for one in container["env"] if one["name"] == variable("api_key_file")]
+        (mount,) = [one for one in container["volumeMounts"] if given.startswith(f"{one['mountPath']}/")]
+        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if one["name"] == mount["name"]]
+        assert "subPath" not in mount, "the kubelet would not replace the file"
+        assert f"secret generic {secret['secretName']} --from-file={Path(given).name}" in page
+        assert secret["defaultMode"] == 0o440 and pod["spec"]["securityContext"]["fsGroup"]
 
 
 def test_autoscalers_ask_for_a_metric_that_there_is() -> None:
@@ -153,7 +179,9 @@ def test_the_unit_of_systemd(tmp_path: Path) -> None:
     text = UNIT.read_text()
     given = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
     (words,) = quire_commands(given["ExecStart"].replace("/opt/quire/bin/", ""))
-    assert refusal(words) == "" and int(given["TimeoutStopSec"]) > int(words[words.index("--shutdown-timeout") + 1])
+    assert refusal(words) == "" and "--" not in "".join(words), "a flag would beat its variable in quire.env"
+    (seconds,) = re.findall(rf"{variable('shutdown_timeout')}=(\d+)", text)
+    assert int(given["TimeoutStopSec"]) > int(seconds)
     assert given["Restart"] == "on-failure" and given["RestartForceExitStatus"] == "SIGHUP"  # what a reload sends
     assert {int(code) for code in given["RestartPreventExitStatus"].split()} == {MISUSED, REFUSED, NO_MEMORY}
     options = {variable(name) for name in server_names()} | {CACHE_DIR}
@@ -192,19 +220,29 @@ def test_alerts_are_those_of_the_page_about_metrics_that_there_are() -> None:
         for cell in re.findall(r"^\| ([^|]+) \|", rows, re.M)
         for name in re.findall(r"`(\w+)`", cell)
     }
-    assert len(tabled) > 12 and not [name for name in tabled if not any(one.startswith(name) for one in asked)]
+    assert len(tabled) > 12 and tabled <= asked & labels.keys(), "series as they are in /metrics, each in a rule"
     if shutil.which("promtool"):
         subprocess.run(["promtool", "check", "rules", ALERTS], check=True)
 
 
+def test_reasons_and_causes_of_the_page_are_those_that_are_0_from_the_start() -> None:
+    page = (rules.ROOT / "docs" / "operating.md").read_text().partition("### Reasons and causes")[2].partition("###")[0]
+    known = {family.name: {word for (word,) in family.zeros()} for family in FAMILIES if len(family.kind.split()) == 2}
+    for label, name in (("reason", "admission_rejections"), ("cause", "request_aborts")):
+        (rows,) = re.findall(rf"^\| {label} \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.M)
+        cells = re.findall(r"^\| ([^|]+) \|", rows, re.M)
+        assert {word for cell in cells for word in re.findall(r"`(\w+)`", cell)} == known[name], name
+    assert {reason for _, reason in REFUSALS} < known["admission_rejections"]
+
+
 def test_the_page_says_of_each_file_whether_it_ran() -> None:
     page = (rules.ROOT / "docs" / "deploying.md").read_text()
-    said = dict(re.findall(r"^\| `deploy/([^`]+)` \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
+    said = dict(re.findall(r"^\| \[`deploy/([^`]+)`\]\([^)]+\) \| [^|]+ \| ((?:not )?run\b[^|]*) \|$", page, re.M))
     files = {
         path.relative_to(DEPLOY).as_posix()
-        for path in (*DOCKERFILES, UNIT, FILES, *SETS, *PROXIES, DEPLOY / "grafana", ALERTS, UPDATE)
+        for path in (*DOCKERFILES, UNIT, FILES, *SETS, KEYS, *PROXIES, DEPLOY / "grafana", ALERTS, UPDATE)
     }
     assert said.keys() == files
     assert {path.relative_to(DEPLOY).parts[:2] for path in MANIFESTS} == {
-        ("kubernetes", folder.name) for folder in SETS
+        ("kubernetes", folder.name) for folder in (*SETS, KEYS)
     }

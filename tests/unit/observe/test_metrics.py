@@ -21,6 +21,7 @@ iteration_tokens_total request_params_n request_params_max_tokens time_to_first_
 inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prefill_kv_computed_tokens request_num_preemptions cache_config_info admission_rejections_total
+request_max_num_generation_tokens
 """.split()
 COPIES = {Tier.HOST: TierStats(num_blocks=9, num_used=3, num_loaded=5, num_stored=8, num_failed=2)}
 STEP = StepStats(
@@ -243,7 +244,7 @@ def test_a_request_from_start_to_end() -> None:
     metrics.request_finished(
         "length",
         num_prompt=30,
-        num_output=5,
+        num_outputs=[1, 4],
         queue_s=0.01,
         prefill_s=0.02,
         decode_s=0.06,
@@ -263,6 +264,7 @@ def test_a_request_from_start_to_end() -> None:
         "request_inference_time_seconds": 0.08,
         "request_prompt_tokens": 30,
         "request_generation_tokens": 5,
+        "request_max_num_generation_tokens": 4,
         "request_prefill_kv_computed_tokens": 14,
         "request_params_n": 2,
         "request_params_max_tokens": 64,
@@ -278,11 +280,19 @@ def test_a_request_from_start_to_end() -> None:
 def test_a_request_that_never_ran_has_no_times_of_phases() -> None:
     metrics = ready()
     metrics.request_finished(
-        "abort", num_prompt=3, num_output=0, queue_s=None, prefill_s=None, decode_s=None, e2e_s=1.0
+        "abort", num_prompt=3, num_outputs=[0], queue_s=None, prefill_s=None, decode_s=None, e2e_s=1.0
     )
     assert value(metrics, "e2e_request_latency_seconds_count") == 1
     assert value(metrics, "request_queue_time_seconds_count") == 0
     assert value(metrics, "request_inference_time_seconds_count") == 0
+
+
+def test_counters_with_known_labels_have_samples_before_their_first_event() -> None:
+    """`increase()` does not see the event that makes a series."""
+    counted = {(name, *sorted(labels)): count for (name, labels), count in scrape(ready()).items()}
+    assert counted["quire:restarts_total", ("part", "http"), ("reason", "killed")] == 0
+    assert counted["quire:admission_rejections_total", ("reason", "queue_full")] == 0
+    assert counted["quire:request_aborts_total", ("cause", "engine")] == 0
 
 
 def test_refusals_aborts_and_answers_are_counted_by_label() -> None:

@@ -37,7 +37,7 @@ def play(every: list[SharedMetrics]) -> None:
         metrics.http("/v1/completions", 200)
         metrics.aborted("disconnect")
         metrics.request_finished(
-            "stop", num_prompt=5, num_output=1, queue_s=0.1, prefill_s=0.1, decode_s=0.1, e2e_s=2.0
+            "stop", num_prompt=5, num_outputs=[1], queue_s=0.1, prefill_s=0.1, decode_s=0.1, e2e_s=2.0
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 import quire
-from site_pages import OUTSIDE, ROOT, rewritten
+from site_pages import FILES, OUTSIDE, ROOT, deployed, listing, rewritten
 
 from ...support.full import only_full
 
@@ -33,7 +33,7 @@ def leaves(nav: Any) -> list[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
-    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | set(OUTSIDE.values())
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | {*OUTSIDE.values(), FILES}
     assert sorted(leaves(SITE["nav"])) == sorted(pages)
 
 
@@ -50,6 +50,14 @@ def test_links_become_those_of_the_site() -> None:
         "[a](../project.md) [b](../trace.md) [c](tour.md)"
     )
     assert rewritten("[a](docs/zh/tour.md) [b](docs/live.md)", "README.zh-CN.md") == "[a](tour.md) [b](../live.md)"
+
+
+def test_files_of_deploy_are_on_the_site() -> None:
+    page = "[a](../deploy/proxies/nginx.conf) [b](../deploy/kubernetes/engine)"
+    assert rewritten(page, "docs/a.md") == "[a](deploy/proxies/nginx.conf) [b](files.md#deploykubernetesengine)"
+    shown = set(re.findall(r"^- \[.+\]\((.+)\)$", listing(), re.M))
+    assert shown == {path.relative_to(ROOT).as_posix() for path in deployed()} > {"deploy/proxies/nginx.conf"}
+    assert "\n## deploy/kubernetes/engine\n" in listing()
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -74,4 +82,5 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "built" / "api.html").read_text()
+    assert (tmp_path / "built" / "deploy" / "proxies" / "nginx.conf").is_file()
     assert "StructuredOutputsParams" in reference and "<li><code>prompts</code>: a string" in reference

@@ -678,7 +678,7 @@ def test_metrics_hear_of_every_request_once() -> None:
             ends = {args[0]: values for args, values in calls["request_finished"]}
             assert ends.keys() == {"abort", "length"}
             whole = ends["length"]
-            assert (whole["num_prompt"], whole["num_output"]) == (3, 12)
+            assert (whole["num_prompt"], whole["num_outputs"]) == (3, [6, 6])
             assert len(whole["token_s"]) == 2
             assert sum(whole["token_s"]) / 2 == pytest.approx(whole["decode_s"] / 5, rel=0.5)  # per completion
             assert whole["queue_s"] + whole["prefill_s"] + whole["decode_s"] == pytest.approx(whole["e2e_s"], abs=1e-6)

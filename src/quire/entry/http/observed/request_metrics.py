@@ -58,7 +58,8 @@ def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
 def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
     """Count a prompt whose completions have all ended. `reason`: finish reason of the first, or "abort"."""
     token_s = [s for c in generation.completions if (s := c.mean_token_time) is not None]
-    metrics.request_finished(reason, **_measured(generation), token_s=token_s)
+    num_outputs = [len(completion.token_ids) for completion in generation.completions]
+    metrics.request_finished(reason, **_measured(generation), num_outputs=num_outputs, token_s=token_s)
 
 
 def request_record(generation: Generation, state: str, cause: str = "") -> dict[str, object]:
@@ -70,6 +71,7 @@ def request_record(generation: Generation, state: str, cause: str = "") -> dict[
         {"request_id": generation.request_id, "state": state, "cause": cause, "handles": handles, "arrived": arrived}
         | _measured(generation)
         | {
+            "num_output": sum(len(completion.token_ids) for completion in generation.completions),
             "prefix": generation.metrics.prefix,
             "fetched": generation.metrics.origins,
             "drafts": [completion.drafts for completion in generation.completions],
@@ -84,7 +86,6 @@ def _measured(generation: Generation) -> dict[str, Any]:
     began = began if began is None or first is None else min(began, first)
     return {
         "num_prompt": len(generation.prompt_token_ids),
-        "num_output": sum(len(c.token_ids) for c in generation.completions),
         "queue_s": None if began is None else max(0.0, began - arrival),
         "prefill_s": None if began is None or first is None else first - began,
         "decode_s": None if first is None else end - first,
