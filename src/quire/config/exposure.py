@@ -1,4 +1,4 @@
-"""Who can use a server: checks of its API keys, and warnings about its address and its rules of access."""
+"""Checks of the API keys of a server, and warnings about its address and its rules of access."""
 
 from quire.config.env import PEER_KEY, peer_variables, refuse_empty, variable
 from quire.config.serve import AccessConfig, ServerConfig, is_loopback

@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.config.serve import HttpConfig, LogConfig
 from quire.contracts.request_ids import request_id_of
-from quire.entry.http.access.refused import Refused
+from quire.entry.http.access.early_refusal import EarlyRefusal
 from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.sse import DIRECT_BODY
 from quire.entry.http.unchunked import Unchunked
@@ -120,10 +120,10 @@ class ChunkedBody:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def _refusal(error: httptools.HttpParserError) -> Refused:
+def _refusal(error: httptools.HttpParserError) -> EarlyRefusal:
     """Return the refusal that a callback raised, or one of no HTTP. A frame below that kept it would form a circle."""
     cause = error.__context__
-    return cause if isinstance(cause, Refused) else Refused(400, f"not a valid HTTP request: {error}.")
+    return cause if isinstance(cause, EarlyRefusal) else EarlyRefusal(400, f"not a valid HTTP request: {error}.")
 
 
 class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -150,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if len(self.connections) > self._limits.max_connections:
             self._closing = True
             self._traffic.refused(503)
-            many = Refused(503, "too many connections: try again in a moment.", "engine_overloaded")
+            many = EarlyRefusal(503, "too many connections: try again in a moment.", "engine_overloaded")
             self._answer(many, self._named(many, answerable=True))
             transport.close()
         else:
@@ -216,7 +216,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_url(url)
         self._head_bytes += len(url)
         if len(self.url) > self._limits.max_url_bytes:
-            raise Refused(
+            raise EarlyRefusal(
                 414, f"the URL is longer than {self._limits.max_url_bytes} bytes: shorten it.", "url_too_long"
             )
 
@@ -226,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
         limits = self._limits
         if self._num_headers > limits.max_headers:
-            raise Refused(
+            raise EarlyRefusal(
                 431,
                 f"the request has more than {limits.max_headers} headers: send fewer, or start the "
                 "server with a higher --max-headers.",
@@ -257,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Begin a chunk of the body."""
         self._num_chunks += 1
         if self._num_chunks > (most := self._limits.max_chunks):
-            raise Refused(413, f"the body has more than {most} chunks: send larger ones.", "body_too_large")
+            raise EarlyRefusal(413, f"the body has more than {most} chunks: send larger ones.", "body_too_large")
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -267,7 +267,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._body_bytes > self._limits.max_body_bytes:
             raise self._body_too_large()
         if self._traffic.uploading > self._limits.uploads:
-            raise Refused(503, "too many uploads at once: try again in a moment.", "engine_overloaded")
+            raise EarlyRefusal(503, "too many uploads at once: try again in a moment.", "engine_overloaded")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -316,7 +316,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
             found = f"has {hosts} Host headers" if hosts else "has no Host header"
-            raise Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
+            raise EarlyRefusal(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
 
     def _continue_without_upgrade(self, rest: bytes | memoryview) -> bool:
         """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
@@ -325,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         assert line is not None
         if line[0] == b"CONNECT":
             self._reading = _Reading.HEAD
-            self._refuse(Refused(405, "CONNECT is not allowed: this server is not a proxy.", "method_not_allowed"))
+            self._refuse(EarlyRefusal(405, "CONNECT is not allowed: this server is not a proxy.", "method_not_allowed"))
             return False
         kept = [b": ".join(header) for header in self.headers if header[0] not in HOP_BY_HOP]
         self.parser = httptools.HttpRequestParser(self)
@@ -351,7 +351,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _head_is_late(self) -> None:
         message = f"the headers did not arrive within {self._limits.head_timeout:g} s."
-        self._refuse(Refused(408, message, "request_timeout"))
+        self._refuse(EarlyRefusal(408, message, "request_timeout"))
 
     def _body_is_late(self) -> None:
         limits = self._limits
@@ -361,14 +361,14 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._watch = self.loop.call_later(limits.body_timeout, self._body_is_late)
         else:
             self._refuse(
-                Refused(
+                EarlyRefusal(
                     408,
                     f"the body arrives at less than {limits.body_rate} bytes per second: send it faster.",
                     "request_timeout",
                 )
             )
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: EarlyRefusal) -> None:
         """Send the error, if no answer has begun, and close the connection."""
         LOG.debug("%s refused with %d: %s", self.client, refused.status, refused)
         self._unwatch()
@@ -391,7 +391,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.write_eof()
         self.loop.call_later(LINGER, self.transport.abort)
 
-    def _named(self, refused: Refused, answerable: bool) -> str:
+    def _named(self, refused: EarlyRefusal, answerable: bool) -> str:
         """Return the id of a refused request, and have it logged: by its task if there is one, else here."""
         begun = self._reading is not _Reading.IDLE  # else headers and URL are those of the request before
         headers, state = (self.headers, self.scope["state"]) if begun else ([], {})
@@ -408,7 +408,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._traffic.log.tell(known, refused.status, self.loop.time() - self._began, **facts)
         return request_id
 
-    def _answer(self, refused: Refused, request_id: str) -> None:
+    def _answer(self, refused: EarlyRefusal, request_id: str) -> None:
         path = "" if self._reading is _Reading.IDLE else self.url.decode("latin-1")
         self.transport.write(refused.answer(path, request_id, self.server_state.default_headers))
 
@@ -416,19 +416,19 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._traffic.uploading -= self._body_bytes
         self._body_bytes = 0
 
-    def _too_much(self) -> Refused:
+    def _too_much(self) -> EarlyRefusal:
         limit = self._limits.max_header_bytes
         if self._reading is _Reading.BODY:
-            return Refused(400, f"{limit} bytes of chunk headers or trailers without a body.")
-        return Refused(
+            return EarlyRefusal(400, f"{limit} bytes of chunk headers or trailers without a body.")
+        return EarlyRefusal(
             431,
             f"request line and headers have more than {limit} bytes: send fewer, or start the server "
             "with a higher --max-header-bytes.",
             "headers_too_large",
         )
 
-    def _body_too_large(self) -> Refused:
-        return Refused(
+    def _body_too_large(self) -> EarlyRefusal:
+        return EarlyRefusal(
             413,
             f"the body has more than {self._limits.max_body_bytes} bytes: send less, or start the "
             "server with a higher --max-body-bytes.",

@@ -8,7 +8,7 @@ from quire.entry.http.anthropic.errors import anthropic_error
 from quire.entry.http.errors import error_json
 
 
-class Refused(Exception):
+class EarlyRefusal(Exception):
     """Raised inside a callback of the HTTP parser to send an error and close the connection."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
