@@ -120,7 +120,7 @@ class SharedMetrics(Metrics):
         if self._follows and file.exists():
             before, pids = DECODER.decode(file.read_bytes()), self._pids
             if not self._num_slots:  # the buckets of lengths are not known yet
-                return msgspec.structs.replace(before, held=super().num_held())
+                return msgspec.structs.replace(before, held=super()._num_held())
             self._add(before)
             self._pids = before.pids | pids
         self._follows = False
