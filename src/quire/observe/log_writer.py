@@ -31,7 +31,7 @@ class LogWriter(io.TextIOBase):
 
     def __init__(self, stream: TextIO, told: Callable[[int], str], most: int = MOST_PENDING) -> None:
         self._stream, self._told, self._most = stream, told, most
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may write in the middle of a write
         self._queue = SimpleQueue[tuple[bytes, int]]()  # bytes, and the lines that are lost with them
         self._partial = ""  # a line that has not ended
         self._put = self._done = 0  # bytes, of all time
