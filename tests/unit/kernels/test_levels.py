@@ -1,6 +1,7 @@
 """Libraries of a wheel: chosen by the processor's level, and only where a compiled one would not be better."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,13 @@ def test_no_library_is_made_without_a_compiler(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(build.CannotBuild, match="no C compiler"):
         levels.make(tmp_path)
+
+
+@needs_library
+def test_the_lowest_level_needs_no_wider_unit(tmp_path: Path) -> None:
+    """Users alone would see an intrinsic of AVX-512 without its guard: tests run on a library of this processor."""
+    compiler = next(path for name in build.COMPILERS if (path := shutil.which(name)))
+    flags = [flag for flag in build.BASE_FLAGS if flag not in ("-O3", "-shared")]
+    command = [compiler, "-O0", *flags, *build.units(V3), "-c", str(build.SOURCE), "-o", str(tmp_path / "v3.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
