@@ -21,7 +21,7 @@ class AdapterConfig:
         None, "adapters in host memory, those on the device included (default: --max-loras)", least=1
     )
     fully_sharded_loras: bool = option(
-        False, "with -tp, cut both matrices of an adapter over the ranks, not only the one that the layer cuts"
+        False, "cut both matrices of an adapter over the ranks of -tp: not implemented, refused with -tp"
     )
     lora_target_modules: tuple[str, ...] = option(
         (),

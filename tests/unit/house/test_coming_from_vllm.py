@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.config.env import PEER_NAMES
 from quire.config.flags import flag_names, server_options
 from quire.config.peer_flags import PEER_FLAGS
+from quire.contracts import unknown_fields
+from quire.entry.http.openai import decode
 from quire.observe.metrics import FAMILIES
 
 from ...support.named_code import NAMED, missing
@@ -16,7 +19,8 @@ from .test_deploy import SERIES as SERIES_ENDS
 PAGE = (Path(__file__).parents[3] / "docs" / "coming-from-vllm.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.+?)(?=^## |\Z)", PAGE, re.M | re.S))
 ABSENT = "Metrics that are not here"
-OTHER = ("Flags", "Environment variables", "Metrics", ABSENT)  # sections without code
+FIELDS, PYTHON = "Request fields", "Python: imports and SamplingParams"
+OTHER = ("Flags", "Environment variables", "Metrics", ABSENT, FIELDS, PYTHON)  # sections without code
 FLAGS = {name for _, option in server_options() for name in flag_names(option)}
 METRICS = {family.name for family in FAMILIES}
 SERIES = {f"quire:{family.name}{SERIES_ENDS[family.kind.split()[0]]}" for family in FAMILIES}
@@ -54,3 +58,13 @@ def test_flags_variables_and_metrics() -> None:
     for theirs, ours, _ in rows(ABSENT):
         assert not METRICS & {name.removeprefix("vllm:") for name in named(theirs)}, theirs
         assert set(re.findall(r"quire:\w+", ours)) <= SERIES, theirs
+
+
+def test_fields_that_are_refused() -> None:
+    """The page names fields that the server refuses, and fields of SamplingParams that raise; names to import exist."""
+    for theirs, _, _ in rows(FIELDS):
+        assert named(theirs) and set(named(theirs)) <= decode.REFUSED.keys(), theirs
+    for theirs, ours, _ in rows(PYTHON):
+        for name in re.findall(r"SamplingParams\((\w+)=", theirs):
+            assert name in unknown_fields.REFUSED, name
+        assert {name for name in re.findall(r"\b[A-Z]\w+", ours) if name != "TypeError"} <= set(quire.__all__), ours
