@@ -33,8 +33,11 @@ the package (`src/quire/bench/models`). Do not edit. A line to start each model,
   (`--gpu-memory-utilization`).
 - **Longest**: the context for which the model was made, in thousands. One request of this length takes so many tokens.
 
-`quire explain` with the words behind `quire serve`, and `--device h200`, prints the whole plan. Which released weights
-were run by this project, [performance.md](performance.md) says.
+`quire explain` with the words behind `quire serve`, and `--device h200`, prints the whole plan. With a name of the hub
+it downloads files of the model. Without a network name the folder of its configuration:
+`quire explain src/quire/bench/models/llama-3.1-8b --device h200` in a clone. Where Quire is installed,
+`python -c "import quire.bench; print(*quire.bench.__path__)"` prints the folder in which `models` is. Which released
+weights were run by this project, [performance.md](performance.md) says.
 
 | model | GPUs | weights | KV cache | tokens on H200 (141 GB) | on 80 GB (H100, A100) | longest |
 |---|---|---|---|---|---|---|

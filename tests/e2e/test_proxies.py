@@ -185,6 +185,29 @@ def test_a_proxy_in_front_of_a_server(proxy: str, program: str, folder: Path, se
 
 
 @pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
+def test_nginx_below_a_path(folder: Path) -> None:
+    """With the line of docs/proxies.md the same paths are served and hidden, below /llm."""
+    page = (CONFIGURATIONS.parents[1] / "docs" / "proxies.md").read_text()
+    ((new, old),) = re.findall(r"`(location ~ [^`]+)` in place of `(location ~ [^`]+)`", page)
+    port = int(free_address().rpartition(":")[2])
+    below = (*MOCK, "--root-path", "/llm", "--api-key-file", str(folder / "keys.toml"))
+    with running_server(*below) as server:
+        arguments = arguments_of("nginx", folder, server.port, port)
+        config = folder / "nginx"
+        assert old in config.read_text()
+        config.write_text(config.read_text().replace(old, new))
+        with running([PROGRAMS["nginx"], *arguments], folder, port):
+            client = Client(folder, port)
+
+            def status(path: str, body: bytes | None = None) -> int:
+                return client.ask(path, body, authorization="Bearer sk-alice").status
+
+            assert status("/llm/v1/completions", asked()) == status("/llm/ready") == status("/llm/health") == 200
+            hidden = ["/llm/", "/v1/models", "/ready", *(f"/llm{path}" for path in HIDDEN)]
+            assert [path for path in hidden if status(path) not in (400, 404)] == []
+
+
+@pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
 def test_answers_of_nginx_itself_are_those_of_an_api(folder: Path) -> None:
     """JSON with a code and the request's id; while no server listens it says when to come back."""
     nobody, port = (int(free_address().rpartition(":")[2]) for _ in range(2))
