@@ -13,7 +13,7 @@ from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.access.keyring import client_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, not_implemented, too_long
+from quire.entry.http.errors import TOO_LONG, HttpError, not_implemented, too_long
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
     ChatRequest,
@@ -239,7 +239,7 @@ def encoded(
             400,
             f"this model's maximum context length is {longest} tokens, and the prompt is too long "
             f"with at least {fewest}: shorten the prompt.",
-            code="context_length_exceeded",
+            code=TOO_LONG,
             param=param,
         )
     if after:
