@@ -241,7 +241,8 @@ class Run:
                 f"{f'{server} {role}':25} {last.seconds - first.seconds:7.0f} {first.kib / 1024:18.1f} "
                 f"{last.kib / 1024:6.1f} {grown:7.0f} {last.descriptors:13} {opened:7.1f} {last.threads:8} {begun:7.1f}"
             )
-            if self.seconds >= LONG and grown > MOST_GROWTH and last.kib - first.kib > ONE_STEP:
+            lived = last.seconds - first.seconds > self.seconds / 4  # its last half
+            if lived and self.seconds >= LONG and grown > MOST_GROWTH and last.kib - first.kib > ONE_STEP:
                 tally.fault(f"{role} of {server} grows by {grown:.0f} KiB an hour")
         if self.args.json is not None:
             curves = {" ".join(map(str, key)): curve for key, curve in self.curves.curves.items()}
