@@ -8,8 +8,10 @@
     drain it at every router -> wait until no request runs there -> restart it -> wait for its /ready -> resume it
 
 The command gets {url}, {host} and {port} of the backend. It must return when the old process has ended, as `systemctl
-restart` does. The update stops at the first fault; that backend stays drained, or is down. It drains none while no
-other backend takes requests. Needs Python 3.9 or later and nothing else; uses no API key: /ready is open.
+restart` does. The update drains no backend while no other one takes requests. It stops at the first fault; that backend
+stays drained, or is down. To go on, run the same line again with the URLs of this backend and of those that are left:
+a backend that is named is restarted although it is drained. Without URLs drained backends are left out, and a line
+names them. Needs Python 3.9 or later and nothing else; uses no API key: /ready is open.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -37,6 +39,9 @@ def ask(router, path, **body):
     try:
         with urlopen(request, timeout=ASK_SECONDS) as answer:
             return json.load(answer)
+    except HTTPError as error:
+        hint = ": is that the address of --admin-port?" if error.code in (401, 403, 404) else ""
+        raise Fault(f"{router}{path}: {error}{hint}") from None
     except (OSError, ValueError) as error:
         raise Fault(f"{router}{path}: {error}") from None
 
@@ -64,28 +69,46 @@ def wait(seconds, words, done):
         time.sleep(LOOK_SECONDS)
 
 
+def chosen(args):
+    """Return the URLs of the backends to restart: those that were named, else those that nobody drains."""
+    if args.backend:
+        return args.backend
+    known = listed(args.router[0])
+    if skipped := [url for url, one in known.items() if one["draining"]]:
+        print(f"left out, because drained: {', '.join(skipped)} (name a URL to restart it, too)", flush=True)
+    return [url for url in known if url not in skipped]
+
+
 def update(url, args):
     """Restart one backend."""
+    stays = (
+        f"{url} stays drained. To go on, run this again with its URL and those of the backends that are left, "
+        f"or send POST /backends/resume with {json.dumps({'backend': url})} to each router"
+    )
     for router in args.router:
         known = listed(router)
         others = [one for name, one in known.items() if name != url and one["up"] and not one["draining"]]
         if url not in known:
             raise Fault(f"{router} has no backend {url}")
         if not others:
-            raise Fault(f"{router}: no other backend takes requests, so {url} is not drained")
+            drained = [name for name, one in known.items() if name != url and one["draining"]]
+            resume = f"; drained: {', '.join(drained)} (name such a URL first, or POST it to /backends/resume)"
+            raise Fault(
+                f"{router}: no other backend takes requests, so {url} is not drained{resume if drained else ''}"
+            )
     for router in args.router:
         ask(router, "/backends/drain", backend=url)
     wait(
         args.drain_seconds,
-        f"requests still run at {url}; it stays drained",
+        f"requests still run at {url}; {stays}",
         lambda: not any(listed(router)[url]["in_flight"] for router in args.router),
     )
     parts = urlsplit(url)
     words = [word.format(url=url, host=parts.hostname, port=parts.port) for word in shlex.split(args.restart)]
     print(f"{url}: {shlex.join(words)}", flush=True)
     if code := subprocess.run(words, check=False).returncode:
-        raise Fault(f"the command has ended with {code}; {url} stays drained")
-    wait(args.ready_seconds, f"{url}/ready is not 200; it stays drained", lambda: is_ready(url))
+        raise Fault(f"the command has ended with {code}; {stays}")
+    wait(args.ready_seconds, f"{url}/ready is not 200; {stays}", lambda: is_ready(url))
     for router in args.router:
         if not ask(router, "/backends/resume", backend=url)["up"]:
             raise Fault(f"{router} does not reach {url}")
@@ -105,7 +128,7 @@ def main(args=None):
     )
     given = parser.parse_args(args)
     try:
-        for url in given.backend or [url for url, one in listed(given.router[0]).items() if not one["draining"]]:
+        for url in chosen(given):
             update(url, given)
             print(f"{url} serves again", flush=True)
     except Fault as fault:

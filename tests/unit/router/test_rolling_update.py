@@ -71,8 +71,14 @@ def test_backends_restart_one_after_the_other(
             one.health = 200
             assert await update("false") == 1 and await states() == [(True, True), (True, False)]
             assert await update("true") == 1 and await states() == [(True, True), (True, False)]
-            said = capsys.readouterr().err.splitlines()
+            out, err = capsys.readouterr()
+            said = err.splitlines()
             assert "does not reach" in said[0] and "ended with 1" in said[1] and "no other backend" in said[2]
+            assert "/backends/resume" in said[1] and f"drained: {one.url}" in said[2]
+            assert f"left out, because drained: {one.url}" in out
+            assert await asyncio.to_thread(script.main, ["--router", url, "--restart", "true"]) == 1
+            assert "--admin-port" in capsys.readouterr().err
+            assert await update("true", one.url, two.url) == 0 and await states() == [(True, False)] * 2
             await operators.stop(0.5)
 
     asyncio.run(asyncio.wait_for(work(), 60))
