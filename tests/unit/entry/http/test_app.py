@@ -454,6 +454,7 @@ class Routes(Metrics):
     """Keeps the routes that answers are counted under."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[str, int]] = []
 
     def http(self, route: str, status: int, method: str = "POST") -> None:

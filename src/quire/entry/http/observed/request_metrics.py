@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+from starlette.types import Scope
+
 from quire.config.engine import EngineConfig
 from quire.contracts import errors
 from quire.contracts.output import StepOutputs
@@ -106,6 +108,13 @@ def count_refusal(metrics: Metrics, error: Exception) -> None:
         metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))
     elif error.status == 400:
         metrics.rejected("prompt_too_long" if error.code == TOO_LONG else "invalid")
+
+
+def count_failure(metrics: Metrics, error: Exception, scope: Scope) -> None:
+    """Count an HTTP request that has failed, unless the engine had it, which counts its end."""
+    ticket = scope.get("state", {}).get("ticket")
+    if ticket is None or not ticket.streams:
+        count_refusal(metrics, error)
 
 
 def count_dropped(metrics: Metrics, message: Dropped) -> None:

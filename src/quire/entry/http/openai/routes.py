@@ -9,7 +9,7 @@ from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, Messag
 from quire.entry.http.context import ServerContext
 from quire.entry.http.kept.routes import cancel, retrieve
 from quire.entry.http.lora.routes import ROUTES as ADAPTERS
-from quire.entry.http.observed.request_metrics import count_refusal
+from quire.entry.http.observed.request_metrics import count_failure
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
@@ -67,9 +67,7 @@ class Endpoint:
         except ClientGone:
             return
         except Exception as error:  # the client always gets an answer, and other requests go on
-            ticket = scope.get("state", {}).get("ticket")
-            if ticket is None or not ticket.streams:  # else the engine had it, and has counted its end
-                count_refusal(self._context.metrics, error)
+            count_failure(self._context.metrics, error, scope)
             await exchange.fail(error)
         finally:
             if exchange.size >= LONG:
