@@ -235,13 +235,8 @@ def encoded(
     certainly has more than `longest` tokens."""
     text = "".join(map("".join, pieces))
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
-        raise HttpError(
-            400,
-            f"this model's maximum context length is {longest} tokens, and the prompt is too long "
-            f"with at least {fewest}: shorten the prompt.",
-            code=TOO_LONG,
-            param=param,
-        )
+        words = f"this model's maximum context length is {longest} tokens, and the prompt is too long with at least"
+        raise HttpError(400, f"{words} {fewest}: shorten the prompt.", code=TOO_LONG, param=param)
     if after:
         return Prompt(token_ids=around_gap(tokenizer, text, after, special))
     return piece_prompt(tokenizer, pieces, special)

@@ -57,8 +57,7 @@ class Endpoint:
     """A route as an ASGI application. A client that has disconnected gets no answer."""
 
     def __init__(self, context: ServerContext, handler: Handler) -> None:
-        self._context = context
-        self._handler = handler
+        self._context, self._handler = context, handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
