@@ -1,6 +1,7 @@
 """Lines of a server on standard error: JSON if that is asked for, with request ids, and never a text of a user."""
 
 import json
+import re
 import signal
 from typing import Any
 
@@ -48,6 +49,9 @@ def test_every_line_is_json_and_none_holds_a_text_of_a_user() -> None:
         assert lines(request_id="id-0", generated_tokens=2, finish="length"), "sizes and reason of a request"
         assert lines(request_id="id-0", message="request", finish="length")
         assert lines(request_id="id-2", message="request", error="context_length_exceeded")
+        refused = server.ask("/metrics", **key).body.decode()
+        counted = re.findall(r'rejections_total{.*reason="(\w+)"} ([1-9].*)', refused)
+        assert ("prompt_too_long", "1.0") in counted and {name for name, _ in counted} <= {"prompt_too_long", "invalid"}
         server.signal(signal.SIGUSR2)
         wait_until(lambda: bool([line for line in lines() if "log is info" in line["message"]]))
         ask("/version", name="later")

@@ -43,6 +43,7 @@ WORDS = 2200  # of such a request: 12 KB, and almost as many tokens as the conte
 LOOK_SECONDS = 2.0
 LONG = 3600.0  # seconds from which on a run is a soak: memory may grow little
 MOST_GROWTH = 1024.0  # KiB an hour
+ONE_STEP = 1536  # KiB: an arena of Python's allocator, 1 MiB, comes at once, and is no slope
 IDLE_SECONDS = 120.0  # until the servers must be idle after the last client; kept connections last 75 s
 
 
@@ -240,7 +241,8 @@ class Run:
                 f"{f'{server} {role}':25} {last.seconds - first.seconds:7.0f} {first.kib / 1024:18.1f} "
                 f"{last.kib / 1024:6.1f} {grown:7.0f} {last.descriptors:13} {opened:7.1f} {last.threads:8} {begun:7.1f}"
             )
-            if self.seconds >= LONG and grown > MOST_GROWTH:
+            lived = last.seconds - first.seconds > self.seconds / 4  # its last half
+            if lived and self.seconds >= LONG and grown > MOST_GROWTH and last.kib - first.kib > ONE_STEP:
                 tally.fault(f"{role} of {server} grows by {grown:.0f} KiB an hour")
         if self.args.json is not None:
             curves = {" ".join(map(str, key)): curve for key, curve in self.curves.curves.items()}

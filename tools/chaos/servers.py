@@ -26,9 +26,9 @@ def free_port() -> int:
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started and that run."""
     found: list[int] = []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, tasks.read_text().split())
+    with suppress(OSError):  # the process, or a thread of it, has ended
+        for tasks in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (tasks / "children").read_text().split())
     return found
 
 

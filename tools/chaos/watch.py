@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from servers import Server
 
+GAP = 30.0  # seconds without a process id: another process has it now
+
 
 class Sample(NamedTuple):
     """State of a process. seconds: since the start of the run · kib: resident memory"""
@@ -31,7 +33,10 @@ class Curves:
         for server in self._servers:
             for role, pid in server.roles().items():
                 with suppress(OSError, IndexError, StopIteration):
-                    self.curves.setdefault((server.name, role, pid), []).append(self._sample(pid))
+                    curve, sample = self.curves.setdefault((server.name, role, pid), []), self._sample(pid)
+                    if curve and sample.seconds - curve[-1].seconds > GAP:
+                        curve.clear()  # of another process that had the same id
+                    curve.append(sample)
         for curve in self.curves.values():
             if len(curve) > self._most:
                 del curve[1::2]

@@ -3,6 +3,7 @@
 QuireError
 ├── UserError (ValueError)           the caller can fix it; the message says how
 │   ├── ConfigError                  a flag, an environment variable or an engine argument
+│   │   └── AddressTaken             another process has the server's port
 │   ├── ModelError                   a model that is not found, not supported or damaged
 │   │   ├── ModelNotFound
 │   │   ├── UnsupportedModel

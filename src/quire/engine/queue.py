@@ -42,7 +42,7 @@ class WaitingQueue:
 
     def check_room(self, places: int, num_blocked: int, num_free: int, line: str = "") -> None:
         """Raise `QueueFull` when `places` new requests exceed max_waiting and the free slots together. A line that has
-        waiting requests may have as many as it leaves free for others.
+        requests that no free slot takes may have as many as it leaves free for others.
 
         num_blocked   requests that wait outside of this queue and count against max_waiting: those in
                       `RequestState.BLOCKED`, and those of other replicas
@@ -54,11 +54,17 @@ class WaitingQueue:
         check_fits(places, self._bound, self._num_slots, "n")
         waiting = self._size + num_blocked
         room = self._bound + num_free - waiting
-        own = self._lines[line].num if line and line in self._lines else 0
-        if places > room or (own and own + places > room):
-            words = f"{waiting} requests" if places > room else f"{own} requests of this API key"
-            more = f"(max_waiting={self._bound}) and {places} more do not fit; try again later."
-            raise QueueFull(f"{words} are waiting already {more}")
+        own = self._lines[line].num - num_free if line and line in self._lines else 0  # free slots take the first ones
+        if places > room:
+            raise QueueFull(
+                f"{waiting} requests are waiting already (max_waiting={self._bound}) and {places} more do not fit; "
+                "try again later."
+            )
+        if own > 0 and own + places > room:
+            raise QueueFull(
+                f"{own} requests of this API key are waiting already, and a key leaves as many places of the queue "
+                f"(max_waiting={self._bound}) to others: {places} more do not fit; try again later."
+            )
 
     def backlog(self, most: int) -> int:
         """Return the tokens of all waiting requests together. Counting stops when the sum exceeds `most`."""

@@ -100,6 +100,7 @@ class Metrics(Collector):
         self.trace_spans = Tally(limit=3)  # by what became of them
         self.restarts = RestartTally(limit=16)
         self.reloads = Tally(limit=8)
+        self.is_ready: Callable[[], bool] = lambda: False  # what /ready says
         self.certificate_end: Callable[[], float | None] = lambda: None  # seconds since the epoch; None: no TLS
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
@@ -323,6 +324,7 @@ class Metrics(Collector):
             "expert_balancedness": s.balancedness,
             **_tier_values(s.tiers),
             **_adapter_values(self._adapters),
+            "ready": int(self.is_ready()),
             "certificate_end_time_seconds": {} if (end := self.certificate_end()) is None else end,
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {

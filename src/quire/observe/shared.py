@@ -108,7 +108,7 @@ class SharedMetrics(Metrics):
         whole._registry.register(whole)
         whole._stats, whole._adapters = self._stats, self._adapters
         whole._num_slots, whole._num_blocks, whole._cache_info = self._num_slots, self._num_blocks, self._cache_info
-        whole._busy_since, whole.certificate_end = self._busy_since, self.certificate_end
+        whole._busy_since, whole.is_ready, whole.certificate_end = self._busy_since, self.is_ready, self.certificate_end
         whole._held = None if self._held is None else self._num_held
         whole._seen = {name: Histogram(one.bounds) for name, one in self._seen.items()}
         for counts in (*self._others(), self._counts()):  # the process ids of those that live come last

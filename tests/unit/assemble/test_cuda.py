@@ -26,7 +26,7 @@ from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.distributed.mesh import ALONE
 from quire.kernels.index.triton_select import WHOLE
 from quire.kernels.select import KernelNeeds, here, select
-from quire.kernels.step.state import Limits
+from quire.kernels.step.state import Exchanges, Limits
 from quire.kernels.supports import SUPPORTS
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import Machine, ModelFacts, resolve_engine
@@ -149,7 +149,8 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
 def test_the_memory_of_graphs_holds_the_experts_part_of_the_largest_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured in a step in which this replica has no tokens, and another one has the most."""
     plans = list[StepPlan]()
-    limits = Limits(num_slots=4, max_tokens=512, max_model_len=64, block_sizes=(16,), replicas=4, bounds=(64, 256))
+    exchanges = Exchanges(replicas=4, bounds=(64, 256))
+    limits = Limits(num_slots=4, max_tokens=512, max_model_len=64, block_sizes=(16,), exchanges=exchanges)
     worker: Any = SimpleNamespace(limits=limits, submit=plans.append, collect=lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 + 7 * len(plans))

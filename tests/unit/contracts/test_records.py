@@ -117,7 +117,7 @@ def test_child_seeds_are_distinct_uint64_and_the_first_is_the_parents() -> None:
 def test_one_error_tree() -> None:
     """Users catch ValueError for what they can fix, RuntimeError for what they cannot, QuireError for all."""
     tree = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-    assert len(tree) == 19 and all(issubclass(kind, errors.QuireError) for kind in tree.values())
+    assert len(tree) == 20 and all(issubclass(kind, errors.QuireError) for kind in tree.values())
     for name, kind in tree.items():
         if name != "QuireError":
             assert issubclass(kind, errors.UserError) != issubclass(kind, errors.EngineError)

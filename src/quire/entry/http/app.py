@@ -42,7 +42,7 @@ from quire.entry.http.observed.spans import TracedRequests
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
-from quire.entry.http.readiness import Gate
+from quire.entry.http.readiness import Gate, readiness
 from quire.entry.http.request_scope import RequestScope
 from quire.entry.http.web.page import ServesPage
 from quire.entry.http.web.routes import live_routes
@@ -59,7 +59,8 @@ CORS: dict[str, Any] = {
 
 
 def make_context(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> ServerContext:
-    """Return the state of all routes of a server that starts now."""
+    """Return the state of all routes of a server that starts now. `metrics` tells its readiness from here on."""
+    metrics.is_ready = lambda: readiness(engine, config.serve.hang_timeout).ready
     return ServerContext(
         engine=engine, config=config, metrics=metrics, model_names=config.model_names, created=int(time.time())
     )
@@ -97,7 +98,7 @@ def build_app(
         Middleware(Guard, refusal=ServesPage(on=http.web)),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
         *([Middleware(Guard, refusal=ApiKeys(context.keyring))] if config.access.keyed else []),
-        Middleware(Guard, refusal=Gate(engine, ALWAYS)),
+        Middleware(Guard, refusal=Gate(engine, ALWAYS, metrics)),
         *([Middleware(RateLimits, limits=context.limits)] if config.access.api_key_file is not None else []),
     ]
     for route in routes:

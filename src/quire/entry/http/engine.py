@@ -209,7 +209,6 @@ class ServedEngine:
         except Exception as error:
             for generation in stream.generations:
                 front.drop(generation)
-            count_refusal(self._metrics, error)
             if isinstance(error, errors.QuireError):
                 raise
             LOG.exception("request %s could not be started", request_id)

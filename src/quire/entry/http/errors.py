@@ -22,6 +22,7 @@ AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
+TOO_LONG = "context_length_exceeded"  # code of a prompt that does not fit
 RETRY_SOON = 1  # seconds: a full queue drains within a few steps
 RETRY_LATER = 5  # seconds: for a restart, another replica, or a queue that does not move
 # The \u escape of a lone surrogate: a high one without a low one after it, or a low one without a high one before it.
@@ -78,7 +79,7 @@ FAILED = {  # code of a `RequestFailed` -> status; of other codes 500
 INTERNAL = _answer(500, SERVER_ERROR, "internal_error") | {"headers": DETERMINISTIC}
 # Error class -> its response. The first class that an error is an instance of counts.
 ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
-    (errors.PromptTooLong, _answer(400, INVALID_REQUEST, "context_length_exceeded")),
+    (errors.PromptTooLong, _answer(400, INVALID_REQUEST, TOO_LONG)),
     (errors.InvalidParameter, _answer(400, INVALID_REQUEST, "invalid_value")),
     (errors.QueueFull, _answer(429, RATE_LIMIT, "engine_overloaded", RETRY_SOON)),
     (errors.QueueTimeout, _answer(408, SERVER_ERROR, "queue_timeout", RETRY_LATER)),
@@ -137,7 +138,7 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str,
         400,
         f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
         f"with its {num_prompt}{wanted}: {fix}.",
-        code="context_length_exceeded",
+        code=TOO_LONG,
         param=limit if fits else param,
     )
 

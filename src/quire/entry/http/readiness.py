@@ -10,8 +10,10 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_answer
 from quire.entry.http.life.asleep import WAKING, asleep
 from quire.entry.http.life.state import EngineState
+from quire.observe.metrics import Metrics
 
 KEPT = ("/v1/responses/", "/debug/live", "/debug/blocks", "/debug/requests/")  # paths, and paths below those with a /
+REASONS = {"starting": "starting", "restarting": "starting", "draining": "closed"}  # status -> reason of a refusal
 RETRY_AFTER = 5  # least seconds in the Retry-After header while the server starts, drains or is dead
 MOST_RETRY_AFTER = 120
 
@@ -65,8 +67,8 @@ class Gate:
     While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled, and the live
     view shows the requests that are left."""
 
-    def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
-        self._engine, self._always = engine, always
+    def __init__(self, engine: ServedEngine, always: Collection[str], metrics: Metrics) -> None:
+        self._engine, self._always, self._metrics = engine, always, metrics
 
     def __call__(self, scope: Scope) -> Response | None:
         draining = self._engine.state is EngineState.DRAINING
@@ -78,5 +80,7 @@ class Gate:
         ):
             return None
         now = readiness(self._engine, float("inf"))
+        if scope["method"] == "POST":  # a request for an answer
+            self._metrics.rejected(REASONS.get(now.status, "dead"))
         headers = {"retry-after": str(now.retry_after), "connection": "close"}
         return error_answer(503, now.reason, f"engine_{now.status}", headers=headers)

@@ -136,15 +136,18 @@ def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> No
 )
 def test_probes_by_state(engine: FakeEngine, state: EngineState, health: int, ready: int, code: str | None) -> None:
     engine.state, engine.failure = state, EngineDead("it was killed by SIGKILL.")
-    app = make(engine)
+    metrics = Metrics()
+    app = make(engine, metrics=metrics)
     assert call(app, "/health").status == call(app, "/ping", "POST").status == health
     answer = call(app, "/ready")
-    assert answer.status == ready
+    assert answer.status == ready and metrics.is_ready() == (ready == 200)
     assert call(app, "/live").status == 200
     if code is not None:
         assert answer.json()["error"]["code"] == code
         refused = call(app, "/v1/completions", "POST", b"{}", content_type="application/json")
         assert refused.status == 503 and refused.error["code"] == code and "retry-after" in refused.headers
+        reason = {EngineState.DRAINING: "closed", EngineState.DEAD: "dead"}.get(state, "starting")
+        assert f'rejections_total{{engine="0",model_name="",reason="{reason}"}} 1.0' in metrics.render()[0].decode()
     if state is EngineState.RESTARTING:  # it takes as long as the last start did
         engine.ready = SimpleNamespace(phases={"weights": 40.4, "engine": 2.0})  # type: ignore[assignment]
         refused = call(app, "/v1/completions", "POST", b"{}", content_type="application/json")
@@ -451,6 +454,7 @@ class Routes(Metrics):
     """Keeps the routes that answers are counted under."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[str, int]] = []
 
     def http(self, route: str, status: int, method: str = "POST") -> None:

@@ -231,7 +231,6 @@ def test_a_request_that_cannot_be_served_is_refused_at_once_and_whole() -> None:
             with pytest.raises(InvalidParameter):
                 engine.open([good], params(), request_id="r", priority=3)
             assert engine.num_live == 0 and engine.last_step_age is None
-            assert [args[0] for args, _ in counted.calls["rejected"]] == ["prompt_too_long", "invalid"]
             assert "request_started" not in counted.calls
 
     run(work())
@@ -295,7 +294,6 @@ def test_a_request_of_which_only_a_part_fits_is_refused_whole(count: int, n: int
             with pytest.raises(QueueFull, match=f"{count * n} more do not fit.*try again later"):
                 engine.open(prompts, params(3, n=n, temperature=float(n > 1)), request_id="t")
             assert len(sent) == before and engine.num_live == len(engine.front or ()) == 2
-            assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_full"]
             assert len(counted.calls["request_started"]) == 2
             fits = engine.open(prompts[:2], params(3), request_id="f") if n == 1 else open_one(engine, 3)
             assert all(await asyncio.gather(read(first), read(second), read(fits)))

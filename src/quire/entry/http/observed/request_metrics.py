@@ -7,11 +7,14 @@ import logging
 import time
 from typing import Any
 
+from starlette.types import Scope
+
 from quire.config.engine import EngineConfig
 from quire.contracts import errors
 from quire.contracts.output import StepOutputs
 from quire.entry.completion import Generation
 from quire.entry.front_end import Taken
+from quire.entry.http.errors import TOO_LONG, HttpError
 from quire.observe.metrics import Metrics
 from quire.procs.child_process import ChildProcess
 from quire.procs.messages import Dropped, Ready
@@ -96,8 +99,22 @@ def _measured(generation: Generation) -> dict[str, Any]:
 
 
 def count_refusal(metrics: Metrics, error: Exception) -> None:
-    """Count a request that was refused with `error`, under the reason of its class in `REFUSALS`."""
-    metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))
+    """Count a request that was refused with `error`, under the reason of its class in `REFUSALS`.
+
+    Of the answers that routes make themselves, those with 400 count; others, such as 404 for an unknown model, do so by
+    their status alone.
+    """
+    if not isinstance(error, HttpError):
+        metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))
+    elif error.status == 400:
+        metrics.rejected("prompt_too_long" if error.code == TOO_LONG else "invalid")
+
+
+def count_failure(metrics: Metrics, error: Exception, scope: Scope) -> None:
+    """Count an HTTP request that has failed, unless the engine had it, which counts its end."""
+    ticket = scope.get("state", {}).get("ticket")
+    if ticket is None or not ticket.streams:
+        count_refusal(metrics, error)
 
 
 def count_dropped(metrics: Metrics, message: Dropped) -> None:

@@ -13,7 +13,7 @@ from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.access.keyring import client_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, not_implemented, too_long
+from quire.entry.http.errors import TOO_LONG, HttpError, not_implemented, too_long
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
     ChatRequest,
@@ -235,13 +235,8 @@ def encoded(
     certainly has more than `longest` tokens."""
     text = "".join(map("".join, pieces))
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
-        raise HttpError(
-            400,
-            f"this model's maximum context length is {longest} tokens, and the prompt is too long "
-            f"with at least {fewest}: shorten the prompt.",
-            code="context_length_exceeded",
-            param=param,
-        )
+        words = f"this model's maximum context length is {longest} tokens, and the prompt is too long with at least"
+        raise HttpError(400, f"{words} {fewest}: shorten the prompt.", code=TOO_LONG, param=param)
     if after:
         return Prompt(token_ids=around_gap(tokenizer, text, after, special))
     return piece_prompt(tokenizer, pieces, special)

@@ -8,7 +8,7 @@ import msgspec
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.errors import TOO_LONG, HttpError, not_implemented
 from quire.entry.http.openai.chat import DECODER as CHAT
 from quire.entry.http.openai.prompts import chat_prompts, check_parts
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
@@ -138,7 +138,7 @@ async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest)
             await chat_prompts(context, exchange, shorter, SamplingParams(structured_outputs=structured(chat)))
             high = tried
         except (HttpError, TextTooLong) as error:
-            if isinstance(error, HttpError) and error.code != "context_length_exceeded":
+            if isinstance(error, HttpError) and error.code != TOO_LONG:
                 raise
             low = tried + 1
         tried = (low + high) // 2

@@ -9,6 +9,7 @@ from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, Messag
 from quire.entry.http.context import ServerContext
 from quire.entry.http.kept.routes import cancel, retrieve
 from quire.entry.http.lora.routes import ROUTES as ADAPTERS
+from quire.entry.http.observed.request_metrics import count_failure
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
@@ -56,8 +57,7 @@ class Endpoint:
     """A route as an ASGI application. A client that has disconnected gets no answer."""
 
     def __init__(self, context: ServerContext, handler: Handler) -> None:
-        self._context = context
-        self._handler = handler
+        self._context, self._handler = context, handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -66,6 +66,7 @@ class Endpoint:
         except ClientGone:
             return
         except Exception as error:  # the client always gets an answer, and other requests go on
+            count_failure(self._context.metrics, error, scope)
             await exchange.fail(error)
         finally:
             if exchange.size >= LONG:

@@ -27,7 +27,7 @@ from quire.entry.http.lora.served import ServedAdapters
 from quire.entry.http.openai.routes import routes
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
-from quire.procs.messages import Ready
+from quire.procs.messages import Loading, Ready
 from quire.text.load import TextSide, load_text
 
 Batch = list[tuple[int, RequestOutput]]
@@ -105,6 +105,7 @@ class LocalEngine:
         self.seen: list[tuple[Sequence[Prompt], SamplingParams, dict[str, Any]]] = []
         self._open: dict[int, tuple[Pipe, int, list[int]]] = {}  # first handle -> (stream, prompt index, left)
         self._task: asyncio.Task[None] | None = None
+        self.loading, self.last_step_age = Loading("starting"), None  # for its readiness
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, **options: Any) -> Pipe:
         self.seen.append((prompts, params, options))
