@@ -2,12 +2,14 @@
 
 Lines wait in a queue. Lines that find no room there, or that cannot be written, are dropped and counted, and a line in
 their place says so once others are written again. Lines of a process keep their order. Processes that share a pipe
-write whole lines, PIPE_BUF bytes at most, so that lines do not mix.
+write whole lines, PIPE_BUF bytes at most, so that lines do not mix. A file has no reader to wait for, and is written at
+once.
 """
 
 import io
 import os
 import select
+import stat
 import sys
 import threading
 import time
@@ -36,7 +38,9 @@ class LogWriter(io.TextIOBase):
         self._partial = ""  # a line that has not ended
         self._put = self._done = 0  # bytes, of all time
         self._lost = 0  # lines that nobody has been told of
-        threading.Thread(target=self._work, name="quire-log", daemon=True).start()
+        self._at_once = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        if not self._at_once:
+            threading.Thread(target=self._work, name="quire-log", daemon=True).start()
 
     def write(self, text: str) -> int:
         """Queue a text. The thread gets whole lines."""
@@ -67,10 +71,13 @@ class LogWriter(io.TextIOBase):
             time.sleep(0.001)
 
     def _send(self) -> None:
-        """Queue what is there, or drop it. The caller holds the lock."""
+        """Write or queue what is there, or drop it. The caller holds the lock."""
         data, self._partial = self._partial.encode(errors="replace"), ""
         lines = data.count(b"\n")
-        if self._put - self._done + len(data) > self._most:
+        if self._at_once:
+            told = f"{self._told(self._lost)}\n".encode() if self._lost else b""
+            self._lost = 0 if self._written(told + data) else self._lost + lines
+        elif self._put - self._done + len(data) > self._most:
             self._lost += lines
         elif data:
             if self._lost:
@@ -104,14 +111,15 @@ class LogWriter(io.TextIOBase):
 
     def _written(self, data: bytes) -> bool:
         """Write to the stream. Return False if its reader is gone, or its disk is full."""
-        left, number = memoryview(data), self._stream.fileno()
+        left = memoryview(data)
         try:
+            number = self._stream.fileno()
             while left:
                 try:
                     left = left[os.write(number, left) :]
                 except BlockingIOError:  # another process has made the pipe so
                     select.select([], [number], [])
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the stream is closed
             return False
         return True
 

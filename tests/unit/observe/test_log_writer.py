@@ -4,6 +4,7 @@ import fcntl
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_a_pipe_that_is_not_read_or_whose_reader_is_gone() -> None:
             wait_for(lambda: log._done == log._put)
         log.drain()
         assert log._lost == 2
+
+
+def test_a_file_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        log = LogWriter(stream, told)
+        print("one", file=log)
+        with monkeypatch.context() as full:
+            full.setattr(LogWriter, "_written", lambda log, data: False)
+            print("two", file=log)
+        print("three", file=log)
+        assert (tmp_path / "log").read_text() == "one\n1 lost\nthree\n"
 
 
 def test_the_end_does_not_wait_for_a_reader_for_ever() -> None:
