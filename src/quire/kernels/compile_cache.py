@@ -1,4 +1,4 @@
-"""Compiled Triton kernels: a cache on disk, and parallel compilation ahead of need.
+"""Compiled kernels of a GPU: Triton's cache on disk, and parallel compilation ahead of need.
 
 Triton's cache key holds source, signature, options, compiler and GPU, so one folder serves any number of versions and
 machines. Three things are slow the first time: the compiler (0.2 to 2 s a kernel, mostly without Python's lock), the
@@ -10,7 +10,8 @@ the GPU. Threads do all three.
     print(ahead.report())
 
 Inside the block every launch compiles its kernel and runs nothing. So the step compiles exactly the kernel variants
-that its arguments need, and its outputs are garbage.
+that its arguments need, and its outputs are garbage. Kernels that are not Triton's ask `ahead_of_launch` before they
+launch.
 
 Knows Triton's runtime as of 3.6 (`JITFunction.run`, its asynchronous mode); knows no kernel.
 """
@@ -20,7 +21,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from quire.config.env import triton_cache_folder
 from quire.kernels.triton_runtime import INTERPRETED, triton  # type: ignore[attr-defined,unused-ignore]
 
 MAX_THREADS = 32
+_THREAD = threading.local()  # ahead: the compilation in whose block this thread is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +86,26 @@ def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
 class Ahead:
     """Kernels that `compiling_ahead` compiles. `report` returns their counts."""
 
+    threads: ThreadPoolExecutor
     began: float = field(default_factory=perf_counter)
     seconds: float = 0.0
     launching: str = ""
     kernels: list[tuple[str, "Future[Any]"]] = field(default_factory=list)
     on_disk: list[bool] = field(default_factory=list)
+    added: set[Hashable] = field(default_factory=set)
+
+    def add(self, key: Hashable, name: str, build: Callable[[], bool]) -> None:
+        """Build a kernel that is not Triton's on a thread, once for each key.
+
+        name    name of the kernel, for the report
+        build   compiles and loads the kernel; returns True if it was in the cache on disk
+        """
+        if key not in self.added:
+            self.added.add(key)
+            self.kernels.append((name, self.threads.submit(lambda: self.compiled(cache_hit=build()))))
 
     def compiled(self, *, cache_hit: bool, **_: object) -> None:
-        """Count a kernel; Triton calls this for each one. cache_hit: True if the kernel was in the cache on disk."""
+        """Count a kernel; Triton calls this for its own. cache_hit: True if the kernel was in the cache on disk."""
         self.on_disk.append(cache_hit)
 
     def report(self) -> CompileReport:
@@ -109,13 +123,19 @@ def reason(error: BaseException) -> str:
     """Return the line of a compilation's error that names the fault.
 
     Triton raises an error for each function on the way to the fault, the innermost as the cause of the others. Each one
-    quotes the source up to the place of the call, with "^" below it. ptxas and MLIR write "error" before the fault.
+    quotes the source up to the place of the call, with "^" below it. ptxas, MLIR and NVRTC write "error" before the
+    fault.
     """
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^~")]
-    named = [line for line in lines if re.search(r"\b(error|fatal) +:|: error:", line)]
+    named = [line for line in lines if re.search(r"\b(error|fatal) +:|: (catastrophic )?error:", line)]
     return (named[:1] or lines[-1:] or [type(error).__name__])[0]
+
+
+def ahead_of_launch() -> Ahead | None:
+    """Return the compilation in whose block this thread is: a launch adds its kernel there, and runs nothing."""
+    return getattr(_THREAD, "ahead", None)
 
 
 @contextmanager
@@ -125,19 +145,18 @@ def compiling_ahead() -> Iterator[Ahead]:
     A pool of threads compiles. The end of the block waits for all compilations. The report lists kernels that cannot
     be compiled; a later launch of such a kernel raises its error.
     """
-    ahead = Ahead()
+    on_gpu = torch.cuda.is_available() and not INTERPRETED
+    enter = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    count = min(MAX_THREADS, os.cpu_count() or 1)
+    ahead = Ahead(threads=ThreadPoolExecutor(count, thread_name_prefix="quire-compile", initializer=enter))
     if triton is None or INTERPRETED:
         yield ahead
         return
-    on_gpu = torch.cuda.is_available()
-    enter = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-    count = min(MAX_THREADS, os.cpu_count() or 1)
     compilation, listener = triton.knobs.compilation, triton.knobs.compilation.listener
     compilation.listener = ahead.compiled
     try:
-        with ThreadPoolExecutor(count, thread_name_prefix="quire-compile", initializer=enter) as threads:
-            with _launching_nothing(ahead), _mode(threads, ahead):
-                yield ahead
+        with ahead.threads, _launching_nothing(ahead), _mode(ahead):
+            yield ahead
     finally:
         compilation.listener = listener
         ahead.seconds = perf_counter() - ahead.began
@@ -156,14 +175,14 @@ def _launching_nothing(ahead: Ahead) -> Iterator[None]:
         ahead.launching = self.fn.__name__
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    function.run = look_up
+    function.run, _THREAD.ahead = look_up, ahead
     try:
         yield
     finally:
-        function.run = launch
+        function.run, _THREAD.ahead = launch, None
 
 
-def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
+def _mode(ahead: Ahead) -> Any:
     """Return Triton's mode for compiling in threads, extended: each compilation also loads the kernel."""
     base: Any = triton.AsyncCompileMode
 
@@ -182,4 +201,4 @@ def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
                 ahead.kernels.append((ahead.launching, future.future))
             return future
 
-    return Mode(threads, ignore_errors=True)
+    return Mode(ahead.threads, ignore_errors=True)

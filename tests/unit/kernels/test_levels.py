@@ -77,7 +77,7 @@ def test_a_library_of_the_wheel_that_does_not_fit_is_not_loaded(
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.write_bytes(b"no library that this system can load")
-        build._seal(path)
+        build.seal(path)
     assert library._load(tmp_path / "cache")._name.startswith(str(tmp_path / "cache" / "quire-"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(build.CannotBuild, match="no C compiler"):

@@ -191,7 +191,7 @@ def _compile(command: list[str], library: Path) -> None:
             )
         with _raising_interrupts(), _own_name(library.parent) as name:
             _output([*command, str(SOURCE), "-o", str(name), "-lm"])
-            _seal(name)
+            seal(name)
             name.chmod(0o755)
             name.replace(library)
     except OSError as error:
@@ -244,7 +244,7 @@ def _raising_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _seal(library: Path) -> None:
+def seal(library: Path) -> None:
     """Append the hash that `intact` checks, and flush the file to the disk, before it gets its final name."""
     digest = hashlib.sha256(library.read_bytes()).digest()
     with library.open("ab") as file:
