@@ -36,6 +36,7 @@ SHARED_OF_DEVICE = 97
 STATIC_SHARED, DYNAMIC_SHARED, LARGE_CLUSTERS = 1, 8, 14
 # CU_LAUNCH_ATTRIBUTE_...: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER, OVERLAP = 4, 6
+_THREAD = threading.local()  # entered: True once the thread has a context
 
 
 @functools.cache
@@ -140,6 +141,7 @@ class CudaKernel:
         if function is None:
             self.prepare(device)
             function = self._functions[device]
+        _enter_context(device)
         if stream is None:
             stream = torch.cuda.current_stream().cuda_stream
         if not isinstance(args, ctypes.Array):
@@ -166,8 +168,10 @@ class CudaKernel:
 
 
 def pointers(values: Sequence[Any]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Return the addresses of ctypes values, as a launch takes them. The caller keeps these, and may change them."""
-    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    """Return the addresses of ctypes values, as a launch takes them. The caller may change the values."""
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    addresses.values = values  # type: ignore[attr-defined]  # they live as long as their addresses
+    return addresses
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -227,7 +231,10 @@ def _keep(path: Path, cubin: bytes) -> None:
 
 
 def _enter_context(device: int) -> None:
-    """Give this thread PyTorch's context of the device, if it has none: a new thread has none."""
+    """Give this thread PyTorch's context of the device, if it has none: a thread has none before it uses PyTorch."""
+    if getattr(_THREAD, "entered", False):
+        return
+    _THREAD.entered = True
     context = ctypes.c_void_p()
     call_driver("cuCtxGetCurrent", ctypes.byref(context))
     if not context:
