@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -35,7 +36,6 @@ from quire.config.env import triton_cache_folder
 from quire.kernels.triton_runtime import INTERPRETED, triton  # type: ignore[attr-defined,unused-ignore]
 
 MAX_THREADS = 32
-_THREAD = threading.local()  # ahead: the compilation in whose block this thread is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +133,12 @@ def reason(error: BaseException) -> str:
     return (named[:1] or lines[-1:] or [type(error).__name__])[0]
 
 
+_AHEAD: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
+
+
 def ahead_of_launch() -> Ahead | None:
     """Return the compilation in whose block this thread is: a launch adds its kernel there, and runs nothing."""
-    return getattr(_THREAD, "ahead", None)
+    return _AHEAD.get()
 
 
 @contextmanager
@@ -164,7 +167,7 @@ def compiling_ahead() -> Iterator[Ahead]:
 
 @contextmanager
 def _launching_nothing(ahead: Ahead) -> Iterator[None]:
-    """Make `kernel[grid](...)` of this thread look its kernel up without a launch; other threads launch as usual."""
+    """Make a launch of this thread look its kernel up, or add it to `ahead`; other threads launch as usual."""
     owner, function = threading.get_ident(), triton.runtime.jit.JITFunction
     launch = function.run
 
@@ -175,11 +178,12 @@ def _launching_nothing(ahead: Ahead) -> Iterator[None]:
         ahead.launching = self.fn.__name__
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    function.run, _THREAD.ahead = look_up, ahead
+    function.run, before = look_up, _AHEAD.set(ahead)
     try:
         yield
     finally:
-        function.run, _THREAD.ahead = launch, None
+        function.run = launch
+        _AHEAD.reset(before)
 
 
 def _mode(ahead: Ahead) -> Any:

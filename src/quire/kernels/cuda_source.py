@@ -36,7 +36,7 @@ SHARED_OF_DEVICE = 97
 STATIC_SHARED, DYNAMIC_SHARED, LARGE_CLUSTERS = 1, 8, 14
 # CU_LAUNCH_ATTRIBUTE_...: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER, OVERLAP = 4, 6
-_THREAD = threading.local()  # entered: True once the thread has a context
+_CONTEXT_HANDLES = threading.local()  # entered: True once the thread has a context
 
 
 @functools.cache
@@ -232,9 +232,8 @@ def _keep(path: Path, cubin: bytes) -> None:
 
 def _enter_context(device: int) -> None:
     """Give this thread PyTorch's context of the device, if it has none: a thread has none before it uses PyTorch."""
-    if getattr(_THREAD, "entered", False):
+    if getattr(_CONTEXT_HANDLES, "entered", False):
         return
-    _THREAD.entered = True
     context = ctypes.c_void_p()
     call_driver("cuCtxGetCurrent", ctypes.byref(context))
     if not context:
@@ -242,3 +241,4 @@ def _enter_context(device: int) -> None:
         call_driver("cuDeviceGet", ctypes.byref(number), device)
         call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         call_driver("cuCtxSetCurrent", context)
+    _CONTEXT_HANDLES.entered = True

@@ -197,3 +197,9 @@ def test_statements_without_the_formatter_are_seen(text: str) -> None:
 )
 def test_tables_may_be_written_without_the_formatter(text: str) -> None:
     assert list(budgets.unformatted(Source("kv/x.py", text))) == []
+
+
+def test_functions_in_cuda_have_their_names() -> None:
+    text = 'extern "C" __global__ void __launch_bounds__(N, 2) f(int a) {\n    x = 1;\n}\n\nextern int g(int);\n'
+    found = [count.name for count in budgets.counts([Source("kernels/x.cu", text)]) if count.budget == "function"]
+    assert found == ["kernels/x.cu:f"]
