@@ -1,13 +1,21 @@
-"""Decode steps of few rows with attention from the projection on in one kernel, beside the chain of two kernels.
+"""Decode steps of few rows with heads and attention as one kernel or two, in one engine, in turns.
 
     python tools/measure_launches.py [--models qwen3-0.6b,qwen3-8b,...] [--requests 1,4,16] [--runs 3] [--prompt 512]
-                                     [--tokens 320] [--device cuda] [--changes JSON] [--json FILE] [--without-traces]
+                                     [--tokens 320] [--variants "chain;clusters;clusters 8:4:2"] [--traces "chain"]
+                                     [--device cuda] [--changes JSON] [--json FILE]
 
-Dummy weights. One engine per model: its CUDA graphs are captured once with `chain` and once with `attention` in all
-layers that can take it, whatever the plan has chosen (`kernels/joined/choice.py`), and the variants take turns. The
-time of a step is the difference of requests of --tokens and of 64 tokens: prompts and starts are not counted. The
-median of the runs counts, and the extremes are printed. Then the launches of a step and the time in its kernels are
-traced.
+Dummy weights. One engine per model: its CUDA graphs are captured once with each variant, whatever the plan has chosen
+(`kernels/joined/choice.py`), and the variants take turns:
+
+    chain       heads and attention are two kernels
+    attention   `joined/decode_attention.py`, in all layers that can take it
+    clusters    `joined/decode_clusters.py`; with numbers: blocks of a cluster, warps and stages in steps of every size
+
+The first variant is the one that the others are compared with. "again" at the end repeats it, for what has drifted.
+
+The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and starts are not counted. The
+median of the runs counts, and the extremes are printed. --traces: variants of which the launches of a step and the time
+in its kernels are traced, too. A variant that cannot be captured is named, and left out.
 
 Checks: all runs of a variant give the same tokens. Tokens of the variants are compared; sums have other orders, so a
 near tie may turn a token, after which a request's tokens differ. --changes: keys of config.json to replace.
@@ -17,6 +25,7 @@ import argparse
 import gc
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -30,13 +39,15 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
-from quire.kernels.joined import MOST_ROWS, decode_attention
+from quire.kernels.compile_cache import compiling_ahead
+from quire.kernels.joined import MOST_ROWS, decode_attention, decode_clusters
 from quire.layers.attention import Attention
+from quire.layers.stack import first_of_each_kind
 
 MODELS = "qwen3-0.6b,qwen3-8b,qwen3-8b-fp8,qwen3-8b-awq,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite"
 FEW = 64  # tokens of the shorter requests
-CHAIN, ATTENTION = "chain", "attention"
-ROWS = {CHAIN: range(0), ATTENTION: range(1, MOST_ROWS + 1)}  # of the steps that take the joined kernel
+WORDS = ("chain", "attention", "clusters", "again")
+VARIANTS = "chain;attention;clusters;again"
 Tokens = list[list[int]]
 
 
@@ -46,11 +57,12 @@ def main() -> int:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--requests", default="1,4,16")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--variants", default=VARIANTS, type=variants_of, help="separated by semicolons")
     for name, number in (("--prompt", 512), ("--tokens", 320), ("--runs", 3)):
         parser.add_argument(name, type=int, default=number)
     parser.add_argument("--changes", default={}, type=json.loads)
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--without-traces", action="store_true")
+    parser.add_argument("--traces", default=[], type=variants_of, help="variants whose kernels are printed, too")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for model in asked.models.split(","):
@@ -63,6 +75,15 @@ def main() -> int:
             asked.json.write_text(json.dumps(rows, indent=1))
     print(json.dumps(rows), flush=True)
     return 0 if all(row["steady"] for row in rows) else 1
+
+
+def variants_of(text: str) -> list[str]:
+    """Return the variants that the command line names. Raises ArgumentTypeError for a word that is none."""
+    found = [" ".join(one.split()) for one in text.split(";") if one.strip()]
+    for one in found:
+        if not re.fullmatch("|".join(WORDS) + r"|clusters \d+:\d+:\d+", one):
+            raise argparse.ArgumentTypeError(f"{one} is none of {', '.join(WORDS)}, clusters BLOCKS:WARPS:STAGES")
+    return found
 
 
 def measure(asked: argparse.Namespace, name: str, folder: str) -> list[dict[str, Any]]:
@@ -80,8 +101,9 @@ def measure(asked: argparse.Namespace, name: str, folder: str) -> list[dict[str,
         device=asked.device,
         use_tqdm_on_load=False,
     ) as llm:
-        choose, variants = captured(llm)
-        print(f"{name}: {', '.join(variants)}; made in {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"{name}: engine after {time.perf_counter() - start:.1f} s", flush=True)
+        choose, variants = captured(llm, asked.variants)
+        print(f"{name}: {'; '.join(variants)}; after {time.perf_counter() - start:.1f} s", flush=True)
         for count in counts:
             times: dict[str, list[float]] = {variant: [] for variant in variants}
             texts: dict[str, list[Tokens]] = {variant: [] for variant in variants}
@@ -91,14 +113,16 @@ def measure(asked: argparse.Namespace, name: str, folder: str) -> list[dict[str,
                     (_, short), (tokens, long) = (run(llm, count, asked.prompt, own) for own in (FEW, asked.tokens))
                     times[variant].append((long - short) / (asked.tokens - FEW))
                     texts[variant].append(tokens)
-            chain = statistics.median(times[CHAIN][1:])
+            first = statistics.median(times[variants[0]][1:])
             for variant in variants:
-                rows.append(row_of(llm, name, count, variant, times[variant][1:], texts[variant]))
-                rows[-1] |= {"times": chain * 1e3 / rows[-1]["ms"], "equal": equal(texts[CHAIN][0], texts[variant][0])}
+                row = row_of(llm, name, count, variant, times[variant][1:], texts[variant])
+                equals = equal(texts[variants[0]][0], texts[variant][0])
+                rows.append(row | {"times": first * 1e3 / row["ms"], "equal": equals})
                 print("  ".join(f"{key} {value}" for key, value in rounded(rows[-1]).items()), flush=True)
-            for variant in () if asked.without_traces else variants:
+            for variant in (one for one in variants if one in asked.traces):
                 choose(variant)
                 trace(llm, f"{name}, {count} requests, {variant}", count, asked.prompt)
+        print(f"{name}: done after {time.perf_counter() - start:.1f} s", flush=True)
     return rows
 
 
@@ -123,36 +147,60 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
 
-def captured(llm: LLM) -> tuple[Callable[[str], None], list[str]]:
-    """Capture the CUDA graphs with each variant. Return a function that chooses a variant, and the variants' names.
+def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[str]]:
+    """Capture the CUDA graphs of decodes with each variant. Return a function that chooses a variant, and the variants.
 
     An engine that captures nothing, as on a CPU, runs each variant as it is chosen.
     """
     runner = llm.engine.worker
     every = [getattr(layer, "attention", None) for layer in runner.model.layers]
     own = [one for one in every if isinstance(one, Attention) and one.growth is None and not one.values]
-    variants = [CHAIN, ATTENTION] if own and "heads" in runner.model.kernels.features("attention") else [CHAIN]
-    graphs, hidden = getattr(runner.recorder, "_graphs", {}), runner.programs._hidden
-    made = {}
+    can = bool(own) and "heads" in runner.model.kernels.features("attention")
+    graphs, programs = getattr(runner.recorder, "_graphs", {}), runner.programs
+    shapes = [shape for shape in runner.recorder.shapes() if shape.decode and not shape.shared]
+    made, variants, known = {}, [], (decode_clusters.TILINGS, decode_clusters.MANY)
 
     def switch(variant: str) -> None:
+        word, _, sizes = (wanted[0] if variant == "again" else variant).partition(" ")
+        tiling = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else None
+        decode_clusters.TILINGS, decode_clusters.MANY = ({}, tiling) if tiling else known
         for layer in own:
-            layer.joined, layer.joined_rows = decode_attention, ROWS[variant]
+            layer.joined = decode_clusters if word == "clusters" else decode_attention
+            layer.joined_rows = range(0) if word == "chain" else range(1, MOST_ROWS + 1)
 
-    for variant in variants:
+    def works() -> list[tuple[Any, Callable[[], None]]]:
+        return [(key, work) for key, work in programs.recordings(shapes) if key[0].startswith("decode")]
+
+    wanted = [one for one in wanted if can or one in ("chain", "again")]
+    if graphs:
+        programs.some = first_of_each_kind(zip(runner.model.layers, programs.kv, strict=False))
+        with torch.inference_mode(), compiling_ahead() as ahead:
+            for variant in wanted:
+                switch(variant)
+                for _, work in works():
+                    work()
+        programs.some = range(len(runner.model.layers))
+        print(ahead.report(), flush=True)
+    for variant in wanted:
         switch(variant)
-        if graphs:
+        try:
             with torch.inference_mode():
-                for _, work in runner.programs.recordings(runner.recorder.shapes()):
-                    work()  # compiles what is captured
-            runner.warm_up()
-        made[variant] = dict(graphs), dict(hidden)
+                for key, work in works() if graphs else ():
+                    work()
+                    runner.recorder.capture(key, work)
+                    runner.recorder.run(key, work)
+                if graphs:
+                    torch.cuda.synchronize()
+        except Exception as error:  # of the compiler, or of a launch: the others are still worth their time
+            print(f"{variant} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        made[variant] = dict(graphs)
+        variants.append(variant)
 
     def choose(variant: str) -> None:
         switch(variant)
-        for kept, mine in zip((graphs, hidden), made[variant], strict=True):
-            kept.clear()
-            kept.update(mine)
+        graphs.clear()
+        graphs.update(made[variant])
 
     return choose, variants
 

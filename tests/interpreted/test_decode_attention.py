@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, KVView, inputs
+from quire.kernels.attention import KVView
 from quire.kernels.attention.inputs import Case
 from quire.kernels.select import select_kernels
 from quire.layers.attention import Attention
@@ -24,6 +23,7 @@ from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 
+from ..support.decodes import make
 from ..support.filled_models import fill, normal
 from ..support.launches import launches
 from ..support.tiny_models import Tiny, tiny_config
@@ -34,7 +34,7 @@ if not triton_runtime.INTERPRETED:
 from quire.kernels.attention import triton
 from quire.kernels.heads import triton as heads
 from quire.kernels.joined import decode_attention
-from quire.kernels.joined.decode_attention import HeadInputs
+from quire.kernels.joined.choice import JoinedDecodes
 
 ONE = Case((1,), (1,), heads=(4, 2), head_dim=64, block_size=64)
 SHORT = Case((1,) * 3, (64, 65, 3), heads=(4, 2), head_dim=64, block_size=64, deal="runs")
@@ -49,31 +49,6 @@ def poisoned() -> Iterator[None]:
     torch.set_deterministic_debug_mode("error")
     yield
     torch.set_deterministic_debug_mode("default")
-
-
-def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
-    """Return a step of decodes: projection, norm and angles, a cache without the newest tokens, lengths."""
-    _, kv, meta = inputs.make(case, dtype)
-    (num_heads, kv_heads), dim, tokens = case.heads, case.head_dim, sum(case.query_lens)
-    torch.manual_seed(tokens + dim)
-    wide = torch.randn(tokens, (num_heads + 2 * kv_heads + 1) * dim).mul_(2).to(dtype)
-    angles = torch.rand(tokens, dim // 2) * 6.28
-    cos, sin = angles.cos(), angles.sin()
-    norm = (torch.rand(num_heads + kv_heads, dim) + 0.5).to(dtype) if normed else None
-    given = HeadInputs(norm, 1e-6, torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
-    for slot in meta.kv_slots.tolist():
-        kv.k[slot // case.block_size, :, slot % case.block_size] = float("nan")
-        kv.v[slot // case.block_size, :, slot % case.block_size] = float("nan")
-    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
-    meta = replace(  # with a padded sequence
-        meta,
-        query_start=torch.cat((meta.query_start, meta.query_start[-1:])),
-        seq_lens=torch.cat((meta.seq_lens, torch.zeros(1, dtype=torch.int32))),
-        block_tables=torch.cat((meta.block_tables, meta.block_tables[:1])),
-        max_query_len=max(case.query_lens),
-        decode_len=max(case.query_lens),
-    )
-    return wide[:, dim:].view(tokens, -1, dim), given, kv, meta
 
 
 @pytest.mark.parametrize(
@@ -112,7 +87,9 @@ def made_block(**changes: int) -> DecoderBlock:
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=64)
     params = layout(args)
     named = {param.name: param for param in params}
-    kernels = replace(kernels, joined={f"layers.{i}.attention": range(2, 17) for i in range(args.num_layers)})
+    kernels = replace(
+        kernels, joined={f"layers.{i}.attention": JoinedDecodes(range(2, 17), "") for i in range(args.num_layers)}
+    )
     build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
     model = Decoder(args, params, build)
     fill(model, normal(0.1))

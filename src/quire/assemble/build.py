@@ -37,7 +37,7 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE, target: EnginePlan
     target   plan of the model for which this one drafts; None: it drafts for none
     """
     args, rank, tp = plan.args, plan.mesh.rank, groups.tp
-    joined = {f"layers.{layer}.attention": one.rows for layer, one in joined_decodes(plan).items()}
+    joined = {f"layers.{layer}.attention": one for layer, one in joined_decodes(plan).items()}
     kernels = replace(load_kernels(plan.kernels), joined=joined)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(

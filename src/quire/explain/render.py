@@ -183,9 +183,9 @@ def _joined(branch: Tree, every: Sequence[Plan]) -> None:
         of = f" of {len(one['layers'])} layers" * (len(every) > 1)
         if one["rows"]:
             rows = "of {} to {} rows".format(*one["rows"])
-            add(branch, f"decodes{of} in steps {rows}: joined.decode_attention, heads and attention ({one['why']})")
+            add(branch, f"decodes{of} in steps {rows}: joined.{one['kernel']}, heads and attention ({one['why']})")
         else:
-            add(add(branch, f"decodes{of}: heads, then attention"), f"not joined.decode_attention: {one['why']}")
+            add(add(branch, f"decodes{of}: heads, then attention"), f"not joined.{one['kernel']}: {one['why']}")
 
 
 def _chosen(branch: Tree, one: Plan) -> None:

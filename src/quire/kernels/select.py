@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import KINDS, UNQUANTIZED, Scheme
+from quire.kernels.joined.choice import JoinedDecodes
 from quire.kernels.latent_rows import FEATURE as ROWS
 from quire.kernels.supports import DENSE, FIXED_ORDER, NEEDS, SUPPORTS, Support, module_of
 
@@ -78,7 +79,7 @@ class Kernels:
     The module is None for an operation that the model does not use. The implementation of `experts` is not here: it
     depends on the dispatcher, so `MoEPlan` names it.
 
-    joined   name of an attention layer -> rows of the steps whose decodes `kernels/joined` computes; see its `choice`
+    joined   name of an attention layer -> the steps whose decodes `kernels/joined` computes, and its kernel
     """
 
     choices: tuple[Choice, ...]
@@ -95,7 +96,7 @@ class Kernels:
     routing: Any = None
     blend: Any = None
     lora: Any = None
-    joined: Mapping[str, range] = field(default_factory=dict)
+    joined: Mapping[str, JoinedDecodes] = field(default_factory=dict)
 
     def features(self, op: str) -> tuple[str, ...]:
         """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""

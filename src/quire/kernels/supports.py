@@ -12,6 +12,7 @@ NEEDS: Mapping[str, str] = {
     "hopper": "quire.kernels.triton_runtime:missing_hopper",
     "scaled products": "quire.kernels.linear.scaled:unsupported",
     "8-bit numbers": "quire.kernels.triton_runtime:missing_eight_bits",
+    "CUDA C++": "quire.kernels.cuda_source:missing",
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
@@ -61,6 +62,7 @@ _ALL = _WHOLE | {"float16"}
 _SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
 _CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
 _NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
+_CLUSTERS: Mapping[str, frozenset[str]] = {**_NEW, "CUDA C++": frozenset({"clusters"})}
 _ROWS: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES | {FEATURE}}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
@@ -111,7 +113,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows", "heads"}, extra=_CLUSTERS, max_head_dim=512),
         "triton": replace(TRITON, features=_SCORES | {"rows", "heads"}, extra=_NEW, max_head_dim=512),
         "invariant": replace(_INVARIANT_GPU, features=_SCORES | _FIXED, max_head_dim=256),
         "native": replace(NATIVE, features=_SCORES | {"recording", "rows"}, max_head_dim=512),

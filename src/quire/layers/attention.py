@@ -82,9 +82,10 @@ class Attention(nn.Module):
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
         self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once, in steps of these rows
-        self.joined_rows = build.kernels.joined.get(at, range(0))
-        if self.joined_rows:
-            self.joined = importlib.import_module("quire.kernels.joined.decode_attention")
+        decodes = build.kernels.joined.get(at)
+        self.joined_rows = decodes.rows if decodes else range(0)
+        if decodes and decodes.rows:
+            self.joined = importlib.import_module(f"quire.kernels.joined.{decodes.kernel}")
 
     def forward(
         self,

@@ -1,5 +1,7 @@
 """Layers whose decodes run from the projection on in one kernel. No torch."""
 
+from typing import Any
+
 from quire.args.layers import GroupedArgs
 from quire.contracts.parallel import share
 from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
@@ -13,7 +15,8 @@ def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     heads, attention = kernels.get("heads"), kernels.get("attention")
     if heads is None or attention is None or heads.name != "triton" or "heads" not in attention.features:
         return found
-    how = {"eager": plan.config.device.enforce_eager, "eight_bits": bool(plan.cache.features)}
+    how: Any = {"eager": plan.config.device.enforce_eager, "eight_bits": bool(plan.cache.features)}
+    how["clusters"] = "" if "clusters" in attention.features else "it needs a Hopper GPU and NVRTC"
     for layer, mixer in ((i, one.mixer) for i, one in enumerate(plan.args.layers)):
         if isinstance(mixer, GroupedArgs):
             own, kv = share(mixer.num_heads, rank.tp, rank.place), GroupedKind(mixer).kv_heads(rank.tp, rank.place)

@@ -13,11 +13,17 @@ def describe_joined(plan: EnginePlan) -> list[dict[str, Any]]:
     layers   their numbers
     rows     fewest and most rows of a step in which decodes are one kernel; None: they are two
     why      the reason
+    kernel   its name
     """
     alike = dict[JoinedDecodes, list[int]]()
     for layer, one in joined_decodes(plan).items():
         alike.setdefault(one, []).append(layer)
     return [
-        {"layers": layers, "rows": [one.rows[0], one.rows[-1]] if one.rows else None, "why": one.why}
+        {
+            "layers": layers,
+            "rows": [one.rows[0], one.rows[-1]] if one.rows else None,
+            "why": one.why,
+            "kernel": one.kernel,
+        }
         for one, layers in alike.items()
     ]

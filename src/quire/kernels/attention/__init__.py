@@ -20,7 +20,8 @@ A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value i
 
 Features that an implementation may declare: window (above 0), chunked (a window below 0), soft_cap, sinks, rows (it
 takes `row_positions`), e4m3 cache, e5m2 cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it
-writes), heads (its plan of a step serves `kernels/joined/decode_attention.py`, too), and
+writes), heads (its plan of a step serves `kernels/joined/decode_attention.py`, too), clusters
+(`kernels/joined/decode_clusters.py` can run), and
 
 recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size, window)
             is true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,

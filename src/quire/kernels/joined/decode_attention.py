@@ -31,11 +31,11 @@ from quire.kernels.attention.triton_tiles import (
     store_outputs,
     store_part,
 )
-from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
+from quire.kernels.joined import HEAD_DIMS
+from quire.kernels.joined.inputs import HeadInputs, few_decodes
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
-MOST_DRAFTED, MOST_LANES = 4, 16  # rows of a sequence; times query heads of a KV head: more would not fit registers
 MERGED = 8192  # numbers of the parts that a program adds at a time
 
 
@@ -55,35 +55,9 @@ class Tiling:
 TILINGS = {dim: Tiling(64 if dim <= 128 else 32, 4) for dim in HEAD_DIMS}  # by head size
 
 
-@dataclass(frozen=True)
-class HeadInputs:
-    """The arguments of `quire.kernels.heads.prepare` beside the projection and the cache."""
-
-    norm: Tensor | None
-    eps: float
-    cos: Tensor
-    sin: Tensor
-
-
 def fits(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
-    """Return True if `attention` can take the projection qkv [T, Hq + 2 Hkv, D] of a step.
-
-    Not in a step with parts of prompts: another sequence of the step may read the blocks that they fill, and here a
-    sequence attends before the others have written (see the contract in `kernels.attention`).
-    """
-    tokens, heads, dim = qkv.shape
-    kv_heads, rows = kv.k.shape[1], meta.max_query_len or 0
-    return (
-        0 < tokens <= MOST_ROWS
-        and 0 < rows <= min(meta.decode_len, MOST_DRAFTED)
-        and meta.shared is None
-        and not meta.prompts
-        and meta.row_positions is None
-        and dim in TILINGS
-        and kv.k.dtype == qkv.dtype
-        and qkv.stride()[1:] == (dim, 1)
-        and 0 < (heads - 2 * kv_heads) * rows <= MOST_LANES * kv_heads
-    )
+    """Return True if `attention` can take the projection qkv [T, Hq + 2 Hkv, D] of a step."""
+    return few_decodes(qkv, kv, meta) and qkv.shape[2] in TILINGS
 
 
 def attention(

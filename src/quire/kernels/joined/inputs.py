@@ -1,0 +1,38 @@
+"""Arguments of the kernels that compute decodes from the projection on, and the steps that these can take."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.joined import MOST_DRAFTED, MOST_LANES, MOST_ROWS
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """The arguments of `quire.kernels.heads.prepare` beside the projection and the cache."""
+
+    norm: Tensor | None
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+def few_decodes(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
+    """Return True if a step of the projection qkv [T, Hq + 2 Hkv, D] has few rows, all of decodes.
+
+    Not with parts of prompts: another sequence of the step may read the blocks that they fill, and here a
+    sequence attends before the others have written (see the contract in `kernels.attention`).
+    """
+    tokens, heads, dim = qkv.shape
+    kv_heads, rows = kv.k.shape[1], meta.max_query_len or 0
+    return (
+        0 < tokens <= MOST_ROWS
+        and 0 < rows <= min(meta.decode_len, MOST_DRAFTED)
+        and meta.shared is None
+        and not meta.prompts
+        and meta.row_positions is None
+        and kv.k.dtype == qkv.dtype
+        and qkv.stride()[1:] == (dim, 1)
+        and 0 < (heads - 2 * kv_heads) * rows <= MOST_LANES * kv_heads
+    )
