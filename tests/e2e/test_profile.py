@@ -54,7 +54,7 @@ def test_a_profile_is_a_trace_of_named_slices_and_there_is_one_at_a_time() -> No
         assert any(name.startswith("aten::") for name in names)
         processes = {e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
         assert processes == {"requests", "engine core", "model runner"}
-        assert found["otherData"]["slices_left_out"] == 0
+        assert found["otherData"]["slices_left_out"] == 0 and found["otherData"]["notes"] == []
         for query, field in (("seconds=0", "seconds"), ("seconds=x", "steps"), ("steps=0", "steps")):
             assert server.ask(f"/debug/profile?{query}").json()["error"]["param"] == field
 

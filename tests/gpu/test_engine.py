@@ -556,10 +556,10 @@ class Waits:
     def _watching(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A wait for an event that has come is none: staging buffers look whether they have been read."""
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **named: Any) -> Any:
             if self._launching and not (args and isinstance(args[0], torch.cuda.Event) and args[0].query()):
                 self.found.append(name)
-            return wait(*args)
+            return wait(*args, **named)
 
         return watched
 

@@ -91,9 +91,9 @@ def slow(layers: Layers, stream: str, patch: pytest.MonkeyPatch) -> None:
     """Delay a stream in every layer: at the start of its work, or before the fork."""
 
     def late(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wait(*given: Any) -> Tensor:
+        def wait(*given: Any, **named: Any) -> Tensor:
             torch.cuda._sleep(300_000)
-            return work(*given)
+            return work(*given, **named)
 
         return wait
 

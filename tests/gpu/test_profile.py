@@ -22,8 +22,11 @@ def test_a_profile_has_kernels_by_stream_and_graphs_go_on() -> None:
         assert tokens == 40 and len(found.facts) == 30 and found.lost == 0
         runner = found.parts["model runner"]
         assert {"StepRunner.submit", "StepRunner.collect"} <= {name for _, name, *_ in runner}
+        tracks = sorted({track for track, *_ in runner})
+        assert not found.notes, f"{found.notes}; the tracks are {tracks}"
         kernels = [(name, begin, spent) for track, name, begin, spent in runner if track.startswith("GPU 0, stream ")]
-        assert sum(name.endswith("_kernel") for name, *_ in kernels) >= 30, sorted({name for name, *_ in kernels})
+        names = [name for name, *_ in kernels]
+        assert sum(name.endswith("_kernel") for name in names) >= 30, f"{tracks}: {sorted(set(names))}"
         inside = [found.begin - 1_000_000 <= begin <= found.end + 1_000_000 for _, begin, _ in kernels]
         assert all(inside), "the clock of the GPU is not that of the calls"
         assert worker.recorder.counts["replayed"] >= replayed + 20, "the profile has no replayed graphs"

@@ -76,10 +76,12 @@ class DividedContexts:
         """
         (rows, heads, width), ranks = latents.shape, self.group.size
         every = self.group.all_gather(torch.cat((latents, turned), 2)).transpose(0, 1)
-        q = every[..., :width].reshape(rows, ranks * heads, width), every[..., width:].reshape(rows, ranks * heads, -1)
+        # With one row, or one head on each rank, `reshape` returns a view: kernels want contiguous latents.
+        q_latent = every[..., :width].reshape(rows, ranks * heads, width).contiguous()
+        q_rope = every[..., width:].reshape(rows, ranks * heads, -1)
         lse = torch.empty(rows, ranks * heads, dtype=torch.float32, device=latents.device)
         sums = [
-            self.kernel.absorbed(q[0][piece], q[1][piece], kv, own, scale, lse[piece])
+            self.kernel.absorbed(q_latent[piece], q_rope[piece], kv, own, scale, lse[piece])
             for piece, own in self._pieces(meta, rows, kv.block_size)
         ]
         packed = packed_parts(sums[0] if len(sums) == 1 else torch.cat(sums), lse, ranks)

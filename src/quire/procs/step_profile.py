@@ -34,6 +34,7 @@ class StepProfiled(msgspec.Struct, kw_only=True):
     parts        part of the engine -> its slices
     facts        of each slice of the track "steps", in order: the counters of the step
     lost         slices that were left out, because there were too many
+    notes        sentences about what is missing, each with the part that misses it
     """
 
     begin: int
@@ -41,6 +42,7 @@ class StepProfiled(msgspec.Struct, kw_only=True):
     parts: dict[str, list[Slice]]
     facts: list[dict[str, int]]
     lost: int = 0
+    notes: list[str] = []
 
 
 class StepProfile:
@@ -118,9 +120,11 @@ class StepProfile:
             facts=[_facts(stats) for _, _, stats in self._steps],
             lost=times.lost,
         )
-        for name, (slices, lost) in told.items():
+        for name, (slices, lost, note) in told.items():
             found.parts[name] = slices[: MOST_SLICES // len(told)]
             found.lost += lost + len(slices) - len(found.parts[name])
+            if note:
+                found.notes.append(f"{name}: {note}")
         return found
 
     def _stop(self) -> None:
@@ -133,15 +137,18 @@ class StepProfile:
             except Exception:  # the engine goes on; a dead one is found by its next step
                 LOG.exception("the profile of a model runner could not be ended")
 
-    def _control(self, *, on: bool) -> dict[str, tuple[list[Slice], int]]:
-        """Begin or end the profiles of all model runners. Return name of the runner -> slices, number of lost ones."""
-        found: dict[str, tuple[list[Slice], int]] = {}
+    def _control(self, *, on: bool) -> dict[str, tuple[list[Slice], int, str]]:
+        """Begin or end the profiles of all model runners.
+
+        Return name of the runner -> slices, number of lost ones, and a note or "".
+        """
+        found: dict[str, tuple[list[Slice], int, str]] = {}
         cores = list(living(self._core))
         for number, core in cores:
             ranks: Any = core.executor.control(PROFILE, {"on": on, "most": MOST_OF_RANK})
-            for rank, (slices, lost) in enumerate(ranks):
+            for rank, told in enumerate(ranks):
                 name = f"rank {rank}" if len(ranks) > 1 else "model runner"
-                found[f"{name} of replica {number}" if len(cores) > 1 else name] = slices, lost
+                found[f"{name} of replica {number}" if len(cores) > 1 else name] = told
         return found
 
 

@@ -67,8 +67,8 @@ def test_expanded_is_absorbed(case: Case, value: int) -> None:
     up = weights(case.heads[0], P, value, q_latent.shape[2], torch.float32)
     plain = torch.randn(len(q_latent), case.heads[0], P)
     q = torch.cat((plain, q_rope), 2)
-    sums = ref.absorbed(torch.einsum("thp,hpl->thl", plain, up[:, :P]), q_rope, cache, meta, 0.2)
-    expected = torch.einsum("thl,hvl->thv", sums, up[:, P:])
+    sums = ref.absorbed(torch.einsum("thp,hpl->thl", plain, up[:, :P]).contiguous(), q_rope, cache, meta, 0.2)
+    expected = torch.einsum("thl,hvl->thv", sums, up[:, P:]).contiguous()
     for op in (ref, cpu):
         out = torch.full_like(expected, float("nan"))
         assert op.expanded(q, up, cache, meta, 0.2, out) is out

@@ -49,6 +49,13 @@ def test_it_ends_with_its_steps_and_keeps_what_it_may(most: int, monkeypatch: py
     assert "step" not in vars(core)
 
 
+def test_a_runner_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = build_mock_core(EngineConfig.from_flat(device="mock"), bundled_model())
+    monkeypatch.setattr(core.executor, "control", lambda name, args: [([], 0, "no kernels."), ([], 0, "")])
+    reply, _ = served(core, asking(3), new())
+    assert msgspec.json.decode(str(reply.value), type=StepProfiled).notes == ["rank 0: no kernels."]
+
+
 def test_a_fault_of_it_is_told_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     core = build_mock_core(EngineConfig.from_flat(device="mock"), bundled_model())
 

@@ -3,6 +3,9 @@
 Widths: L latent; per head P unrotated ("plain") part of query and key, R rotated part, V value. Each head makes keys
 and values of the latent with kv_up [H, P + V, L]: the first P rows make the unrotated key, the last V rows the value.
 
+q_latent, kv_up and parts are contiguous; q, kv and outputs are contiguous inside a token, q_rope inside a head. All
+implementations check that (`layouts.py`).
+
 prepare(q [T, H, P + R], kv [T, L + R], norm [L], eps, cos [T, R], sin [T, R], cache, kv_slots [T] int64) -> q
     Rotates the last R elements of every query head, in q's memory, and of kv (`quire.kernels.rope`: sin is signed).
     Normalizes the first L elements of kv (`quire.kernels.norm`). Writes latent and rotated key to the cache at slot =

@@ -15,6 +15,7 @@ from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import attend_chunk, flash
 from quire.kernels.attention_cpu.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.layouts import check_expanded, check_queries
 from quire.kernels.latent.ref import join, prepare, project
 from quire.kernels.latent.rows import numbers
 
@@ -32,6 +33,7 @@ def absorbed(
     lse: Tensor | None = None,
 ) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
+    check_queries(q_latent, q_rope)
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
     scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
@@ -64,6 +66,7 @@ def chosen(
 
     The tokens of some rows are gathered, and multiplied with all heads of each row.
     """
+    check_queries(q_latent, q_rope)
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2).float()
     width, size = q_latent.shape[2], cache.block_size
     rows = max(1, GATHERED // (positions.shape[1] * q.shape[2]))
@@ -87,6 +90,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
     See `quire.kernels.latent`.
     """
+    check_expanded(q, kv_up, out)
     value, scale = out.shape[2], scale * cache.scale
     width = max(q.shape[2], value)
     for chunk in _chunks(cache, meta, meta.prompts or ()):

@@ -7,6 +7,7 @@ from quire.kernels.attention import AttentionMeta, sequences
 from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.cpu import absorbed, expanded, join, prepare, project
+from quire.kernels.latent.layouts import check_queries
 from quire.kernels.native.library import loaded
 
 __all__ = ["absorbed", "chosen", "expanded", "join", "prepare", "project"]
@@ -25,6 +26,7 @@ def chosen(
     first: int = 0,
 ) -> Tensor:
     """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`."""
+    check_queries(q_latent, q_rope)
     q, latent, rope, scales = torch.cat((q_latent, q_rope), 2), cache.latent, cache.rope, cache.scales
     _check(q, cache, meta, positions)
     (rows, heads, width), threads = q.shape, torch.get_num_threads()

@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import write_kv
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.layouts import check_expanded, check_queries, check_rows
 from quire.kernels.latent.parts import split_parts
 from quire.kernels.latent.rows import numbers, write_rows
 from quire.kernels.norm.ref import rms_norm
@@ -21,6 +22,7 @@ def prepare(
 
     See `quire.kernels.latent`.
     """
+    check_rows(q, kv, cache)
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
     latent, turned = rms_norm(latent, norm, eps), apply_rope(turned, cos, sin)
@@ -46,6 +48,7 @@ def absorbed(
     lse: Tensor | None = None,
 ) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
+    check_queries(q_latent, q_rope)
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
@@ -62,6 +65,7 @@ def absorbed(
 
 def join(parts: Tensor) -> Tensor:
     """Add up parts [N, T, H, L + W] of attention over divided contexts: [T, H, L]. See `quire.kernels.latent`."""
+    assert parts.is_contiguous()
     sums, lse = split_parts(parts)
     top = lse.amax(0)
     weights = (lse - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -81,6 +85,7 @@ def chosen(
     first: int = 0,
 ) -> Tensor:
     """Return softmax-weighted sums of the latents at `positions` [N, H, L]. See `quire.kernels.latent`."""
+    check_queries(q_latent, q_rope)
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     for start, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         for row in range(max(start - first, 0), min(last - first, len(out))):
@@ -95,6 +100,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
     See `quire.kernels.latent`.
     """
+    check_expanded(q, kv_up, out)
     plain = q.shape[2] - cache.rope.shape[3]
     for first, last, latent, rope in _contexts(cache, meta, meta.prompts or ()):
         keys, values = torch.einsum("hpl,nl->hnp", kv_up.float(), latent).split([plain, out.shape[2]], dim=2)

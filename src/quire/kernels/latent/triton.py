@@ -26,6 +26,7 @@ from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, m
 from quire.kernels.attention.triton_tiles import LOG2E, coded, finite
 from quire.kernels.index.triton_places import places_of
 from quire.kernels.latent import LatentView
+from quire.kernels.latent.layouts import check_expanded, check_queries, check_rows
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_chosen import chosen_kernel, join_kernel, slots_kernel
 from quire.kernels.latent.triton_contexts import plain_contexts
@@ -64,12 +65,7 @@ def prepare(
     tokens, heads, width = q.shape
     latent, rope, scales = cache.latent, cache.rope, cache.scales
     dim, turned = latent.shape[3], rope.shape[3]
-    inside = (latent, rope) if scales is None else (latent, rope, scales)
-    if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or any(one.stride(3) != 1 for one in inside):
-        raise ValueError(
-            f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
-            f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}"
-        )
+    check_rows(q, kv, cache)
     if tokens:
         in_pdl = pdl.in_use()
         common = _common_scale(cache)
@@ -221,7 +217,7 @@ def absorbed(
 ) -> Tensor:
     """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
-    assert q_latent.is_contiguous() and q_rope.stride(2) == 1
+    check_queries(q_latent, q_rope)
     if meta.row_positions is not None:
         meta = replace(meta, decode_len=1)  # a single row, wherever it is, has its context divided among programs
     out = torch.empty_like(q_latent)
@@ -340,7 +336,8 @@ def chosen(
 ) -> Tensor:
     """Return softmax-weighted sums of the latents at `positions` [T, H, L]. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
-    assert q_latent.is_contiguous() and q_rope.stride(2) == 1 and positions.is_contiguous()
+    check_queries(q_latent, q_rope)
+    assert positions.is_contiguous()
     out = torch.empty_like(q_latent)
     if not tokens:
         return out
@@ -444,7 +441,8 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     See `quire.kernels.latent`.
     """
     (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
-    assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
+    check_expanded(q, kv_up, out)
+    assert meta.prompts is not None
     sizes = {"P": width - value, "PP": padded(width - value), "R": turned, "RP": padded(turned)}
     keys, values = sizes["PP"] + sizes["RP"], padded(value)
     rows, tile, warps, stages = next(

@@ -99,6 +99,7 @@ def trace_events(found: StepProfiled, records: Sequence[dict[str, Any]]) -> byte
             events.append(event | ({"args": next(facts)} if track == STEPS else {}))
     began = found.begin // 1_000_000
     other = {"began_unix_ms": began, "seconds": (found.end - found.begin) / 1e9, "slices_left_out": found.lost}
+    other |= {"notes": found.notes}
     return msgspec.json.encode({"displayTimeUnit": "ms", "otherData": other, "traceEvents": events})
 
 
