@@ -41,8 +41,8 @@ class Tiling(NamedTuple):
 
 
 # Most clusters of a step -> tiling. Few clusters are large, so that all multiprocessors have work.
-TILINGS = {16: Tiling(8, 8, 1), 32: Tiling(4, 8, 2), 64: Tiling(2, 8, 2)}
-MANY = Tiling(2, 8, 2)
+TILINGS = {16: Tiling(8, 8, 2), 64: Tiling(2, 8, 2)}
+MANY = Tiling(1, 8, 2)
 
 
 class _Args(Structure):
