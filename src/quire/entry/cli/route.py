@@ -37,7 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     from quire import router
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
-    parser.add_argument("--check", action="store_true", help=CHECK)
+    parser.add_argument("--check", action="store_true", help=CHECK.format("API keys and certificate"))
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     options = flags.options_of(HttpConfig, AccessConfig, LogConfig, TracingConfig)
     flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
