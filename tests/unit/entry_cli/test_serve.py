@@ -104,6 +104,24 @@ def test_check_reads_the_files_and_starts_nothing(
     assert "key 'a': give key or sha256" in err and f"--ssl-certfile='{file}'" in err and not started_servers
 
 
+@pytest.mark.parametrize(
+    ("command", "good", "told"),
+    [
+        (["serve", "--warmup-requests"], '{"custom_id": "a", "url": "/v1/completions", "body": {}}', "1 requests are"),
+        (["route", "--backend-file"], "http://h:8000\nhttp://i", "2 backends are in"),
+        (["route", "--backend", "http://h", "--state-file"], '{"draining": ["http://h:80"]}', "1 backends are drained"),
+    ],
+)
+def test_check_reads_the_files_that_only_a_start_would_read(
+    command: list[str], good: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    for text, code in ((good, 0), ("nonsense nonsense", 3)):
+        file.write_text(text)
+        assert main([*command, str(file), "--check"]) == code
+    assert told in capsys.readouterr().out
+
+
 def test_check_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing adapter and one of another model end the check, as they would end a start."""
     for name, width in (("good", 256), ("other", 264)):
