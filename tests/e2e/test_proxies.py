@@ -227,7 +227,7 @@ def test_nginx_below_a_path(folder: Path) -> None:
 
 @pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
 def test_answers_of_nginx_itself_are_those_of_an_api(folder: Path) -> None:
-    """JSON with a code and the request's id; while no server listens it says when to come back. So for what is no HTTP."""
+    """JSON with a code and the request's id, also for what is no HTTP; without a server it says when to come back."""
     nobody, port = (int(free_address().rpartition(":")[2]) for _ in range(2))
     with running([PROGRAMS["nginx"], *arguments_of("nginx", folder, nobody, port)], folder, port):
         client = Client(folder, port)

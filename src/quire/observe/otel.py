@@ -88,8 +88,8 @@ class CountedExporter(SpanExporter):  # type: ignore[misc]
         self._where, port = urlsplit(endpoint).netloc, urlsplit(endpoint).port
         if port == GRPC_PORT:
             LOG.warning(
-                "the collector at %s: port %d is usually that of OTLP over gRPC. Spans go there by OTLP over HTTP, which "
-                "usually has port 4318.",
+                "the collector at %s: port %d is usually that of OTLP over gRPC. Spans go there by OTLP over HTTP, "
+                "which usually has port 4318.",
                 self._where,
                 port,
             )

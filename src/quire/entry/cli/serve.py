@@ -37,7 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print every value and its source, as a file for --config, and exit"
     )
-    parser.add_argument("--check", action="store_true", help=CHECK.format("API keys, certificate, adapters and warm-up"))
+    parser.add_argument("--check", action="store_true", help=CHECK.format("API keys, certificate, adapters, warm-up"))
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
