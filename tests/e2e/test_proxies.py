@@ -25,6 +25,15 @@ CONFIGURATIONS = Path(__file__).resolve().parents[2] / "deploy" / "proxies"
 NAME = "llm.example.org"
 KEYS = '[keys.alice]\nkey = "sk-alice"\nrequests_per_minute = 1000\n'
 BUFFERED = 15  # tokens whose events no buffer of a proxy (4 KiB and more) would hold back for longer
+HOST = b"Host: llm.example.org\r\n"
+EARLY = {
+    400: b"GET /v1/models HTTP/1.1\r\n\r\n",  # no Host
+    405: b"TRACE /v1/models HTTP/1.1\r\n" + HOST + b"\r\n",
+    414: b"GET /" + 9000 * b"a" + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    431: b"GET /v1/models HTTP/1.1\r\n" + HOST + b"x: " + 9000 * b"a" + b"\r\n\r\n",
+    501: b"GET /v1/models HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: odd\r\n\r\n",
+    505: b"GET /v1/models HTTP/3.1\r\n" + HOST + b"\r\n",
+}  # status -> a request that nginx refuses before it looks for a server
 HIDDEN = "/metrics /debug/requests /v1/../metrics /v1/%2e%2e/metrics //metrics /v1/..%2fmetrics".split()
 NGINX = """daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 64; }}
@@ -135,6 +144,15 @@ class Client:
         self.socket = connection.sock
         return response
 
+    def say(self, text: bytes) -> Answer:
+        """Send bytes on a connection of their own."""
+        raw = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+        with self.context.wrap_socket(raw, server_hostname=NAME) as connection:
+            connection.sendall(text)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            return Answer(response.status, {n.lower(): v for n, v in response.getheaders()}, response.read())
+
     def ask(self, path: str, body: bytes | None = None, **headers: str) -> Answer:
         with self.begin(path, body, **headers) as response:
             got = {name.lower(): value for name, value in response.getheaders()}
@@ -209,21 +227,24 @@ def test_nginx_below_a_path(folder: Path) -> None:
 
 @pytest.mark.skipif(PROGRAMS["nginx"] is None, reason="there is no nginx")
 def test_answers_of_nginx_itself_are_those_of_an_api(folder: Path) -> None:
-    """JSON with a code and the request's id; while no server listens it says when to come back."""
+    """JSON with a code and the request's id, also for what is no HTTP; without a server it says when to come back."""
     nobody, port = (int(free_address().rpartition(":")[2]) for _ in range(2))
     with running([PROGRAMS["nginx"], *arguments_of("nginx", folder, nobody, port)], folder, port):
         client = Client(folder, port)
         away = client.ask("/v1/completions", asked(), x_request_id="of-nobody")
         large = client.ask("/v1/completions", b" " * (8 * 2**20 + 1), x_request_id="of-nobody")
         hidden = client.ask("/metrics", x_request_id="of-nobody")
+        early = {status: client.say(text) for status, text in EARLY.items()}
         (plain,) = re.findall(r"listen 127.0.0.1:(\d+);", (folder / "nginx").read_text())
         connection = http.client.HTTPConnection("127.0.0.1", int(plain), timeout=PATIENCE)
         connection.request("POST", "/v1/completions", b"{}", {"Host": NAME})
         moved = connection.getresponse()
         assert (moved.status, moved.getheader("location")) == (308, f"https://{NAME}/v1/completions")
         connection.close()
-    codes = {404: "unknown_path", 413: "body_too_large", 503: "no_server"}
-    for answer, status in ((hidden, 404), (large, 413), (away, 503)):
-        assert answer.status == status and answer.json()["error"]["code"] == codes[status]
-        assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"] == "of-nobody"
+    codes = {404: "unknown_path", 413: "body_too_large", 431: "headers_too_large", 503: "no_server"}
+    late = {404: hidden, 413: large, 503: away}
+    for status, answer in (late | early).items():
+        assert answer.status == status and answer.json()["error"]["code"] == codes.get(status, "proxy_refused")
+        assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"]
+    assert {answer.headers["x-request-id"] for answer in late.values()} == {"of-nobody"}
     assert away.headers["retry-after"] == "5"

@@ -46,6 +46,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
+from quire.plan.cache_dtype import cache_notes
 from quire.plan.drafts import draft_config, draft_division, draft_notes, head_method, with_draft_model
 from quire.plan.dtype import DTypePlan
 from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
@@ -438,8 +439,8 @@ def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tup
     """Return notes about the model, its ranks and memory. params: of a rank of each stage."""
     args, dtype, config = plan.args, plan.dtype, plan.config
     shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
-    cache = (*plan.cache.notes, *plan.offload.notes, *slice_notes(params, dtype.dtype))
-    notes = [*cache, *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
+    cache = (*cache_notes(plan.cache, plan.machine.device, dtype.dtype), *plan.offload.notes)
+    notes = [*cache, *slice_notes(params, dtype.dtype), *args.notes, *memory.notes, *state_notes(plan, memory), *shown]
     if dtype.dtype not in (args.dtype, config.model.dtype):  # a type that was asked for needs no note
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

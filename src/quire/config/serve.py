@@ -15,7 +15,7 @@ WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (t
 LEAST_WAITING = 1_024  # with few slots, so that any single request within the schema's bounds fits
 HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}  # of Python's `logging`
-COLLECTOR = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
+COLLECTOR = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/@?#:\[\]]+)(?::(\d+))?(/[^\s@?#]*)?")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -268,10 +268,11 @@ def check_tracing(tracing: TracingConfig) -> None:
             if value is not None:
                 raise ConfigError(f"otlp_traces_{name} needs otlp_traces_endpoint: name the collector, too.")
         return
-    if not COLLECTOR.fullmatch(endpoint):
+    found = COLLECTOR.fullmatch(endpoint)
+    if found is None or int(found[2] or 0) > 65535:
         raise ConfigError(
-            "otlp_traces_endpoint: must be like http://host:4318 or https://host/v1/traces, without a query: spans go "
-            "by OTLP over HTTP, not over gRPC. Give credentials in OTEL_EXPORTER_OTLP_HEADERS."
+            "otlp_traces_endpoint: must be like http://host:4318 or https://host/v1/traces, with a host and without a "
+            "query: spans go by OTLP over HTTP, not over gRPC. Give credentials in OTEL_EXPORTER_OTLP_HEADERS."
         )
     if rate is not None and rate > 1:
         raise ConfigError(f"otlp_traces_sample_rate={rate}: must be in 0..1: 0.01 traces one request of a hundred.")

@@ -30,8 +30,7 @@ class AdapterFolders:
 
         Raises `AdapterError` that names the fix, `ModelNotFound` for a repository that cannot be had.
         """
-        if not name or len(name) > MAX_NAME or not name.isprintable():
-            raise AdapterError(f"adapter name {shown(name)}: give 1 to {MAX_NAME} printable characters.")
+        check_name(name)
         folder = self._folder(path)
         stamp = tuple((one.st_mtime_ns, one.st_size) for one in map(Path.stat, self._files(folder)))
         known = self._known.get(path)
@@ -45,14 +44,27 @@ class AdapterFolders:
 
     def _folder(self, path: str) -> Path:
         """Return the folder of an adapter. In a repository the config is checked before the weights."""
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            return folder.resolve()
-        if not _HUB_ID.fullmatch(path):
-            raise ModelNotFound(f"{path!r} does not exist: give the folder of an adapter, or its id on the hub.")
+        if (folder := local_folder(path)) is not None:
+            return folder
         repository = Repository(path, None, self._load)
         read_adapter_config(repository.download([CONFIG]))
         return repository.download([CONFIG, WEIGHTS])
+
+
+def check_name(name: str) -> None:
+    """Raise `AdapterError` for a name that no adapter may have."""
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise AdapterError(f"adapter name {shown(name)}: give 1 to {MAX_NAME} printable characters.")
+
+
+def local_folder(path: str) -> Path | None:
+    """Return the folder of an adapter on this machine; None: the path is an id of the hub. Raises `ModelNotFound`."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if not _HUB_ID.fullmatch(path):
+        raise ModelNotFound(f"{path!r} does not exist: give the folder of an adapter, or its id on the hub.")
+    return None
 
 
 def read_requests(given: Any, count: int) -> list[LoRARequest | None]:

@@ -90,7 +90,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool = True,
@@ -156,7 +156,7 @@ class LLM:
 
     def encode(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,

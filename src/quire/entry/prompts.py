@@ -47,8 +47,11 @@ def piece_prompt(tokenizer: Tokenizer, pieces: Sequence[Sequence[str]], special:
     return Prompt(text="".join(map("".join, pieces)), token_ids=ids, chunks=chunks)
 
 
-def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """Parse one prompt, or a list: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...} each."""
+def parse_prompts(prompts: PromptLike | Sequence[PromptLike] | None) -> list[Prompt]:
+    """Parse one prompt, or a list: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...} each.
+
+    None is refused as any other type: a caller may have left it out for an old keyword.
+    """
     if isinstance(prompts, (str, Mapping, Prompt)) or _is_ids(prompts):
         return [parse_prompt(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):

@@ -24,6 +24,7 @@ from quire.observe.series import Tally
 
 LOG = logging.getLogger("quire")
 PATH = "/v1/traces"
+GRPC_PORT = 4317
 WAITING = 2048
 AT_ONCE = 64  # the SDK's 512 are encoded in one go, and meanwhile no event of a stream is sent
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -84,7 +85,14 @@ class CountedExporter(SpanExporter):  # type: ignore[misc]
 
     def __init__(self, endpoint: str, counts: Tally) -> None:
         self._sender, self._counts = OTLPSpanExporter(endpoint=collector_url(endpoint)), counts
-        self._where = urlsplit(endpoint).netloc
+        self._where, port = urlsplit(endpoint).netloc, urlsplit(endpoint).port
+        if port == GRPC_PORT:
+            LOG.warning(
+                "the collector at %s: port %d is usually that of OTLP over gRPC. Spans go there by OTLP over HTTP, "
+                "which usually has port 4318.",
+                self._where,
+                port,
+            )
         self._failing = False
         self.num_taken = 0
 

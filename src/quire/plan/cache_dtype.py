@@ -59,6 +59,17 @@ def choose_cache(asked: str, dtype: str, quantization: Mapping[str, Any]) -> Cac
     return CacheChoice(ASKED[asked], "as asked", ASKED[asked] == E4M3)
 
 
+def cache_notes(choice: CacheChoice, device: str, dtype: str) -> tuple[str, ...]:
+    """Return lines to show the user about the cache of an engine that computes in `dtype` on a device."""
+    if device != "cpu" or choice.dtype not in (E4M3, E5M2):
+        return choice.notes
+    slow = (
+        "an 8-bit KV cache saves memory on a CPU, and is slow there: native kernels of attention do not read it. Where "
+        f"the memory suffices, --kv-cache-dtype {dtype} is faster."
+    )
+    return (*choice.notes, slow)
+
+
 def _scheme(quantization: Mapping[str, Any]) -> str:
     """Return the numbers for which the checkpoint has scales: "fp8" (e4m3, a scale for each tensor), other words, or ""
     for none."""

@@ -176,6 +176,8 @@ async def check(backend: Backend, config: RouterConfig) -> str:
             b"GET", path.encode(), config.health.headers, b"", config.faults.connect_timeout
         )
     except UpstreamError as error:
+        if error.reason == "timeout":
+            backend.doubted.set()  # it may hang: requests go there until a second check has failed
         return str(error)
     if status != 200:
         return f"{path} answers {status}"

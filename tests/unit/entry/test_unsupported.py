@@ -36,6 +36,12 @@ def test_the_others_are_refused_by_name(given: dict[str, Any], words: str) -> No
     assert error.value.param in given
 
 
+@pytest.mark.parametrize("method", [LLM.generate, LLM.encode])
+def test_ids_in_the_old_keyword_lead_to_the_form_of_today(method: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"give them as prompts: \[{\"prompt_token_ids\": \[1, 2, 3\]}"):
+        method(LLM.__new__(LLM), prompt_token_ids=[[1, 2]])
+
+
 def test_methods_that_are_not_there_say_what_is() -> None:
     for name, instead in METHODS.items():
         assert not hasattr(LLM.__new__(LLM), name)

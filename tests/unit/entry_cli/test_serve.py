@@ -5,7 +5,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import quire.entry.http
 from quire.config.exposure import bind_warnings
@@ -100,6 +102,45 @@ def test_check_reads_the_files_and_starts_nothing(
     assert main([*command, "--check", "--ssl-certfile", str(file), "--ssl-keyfile", str(file)]) == 3
     err = capsys.readouterr().err
     assert "key 'a': give key or sha256" in err and f"--ssl-certfile='{file}'" in err and not started_servers
+
+
+@pytest.mark.parametrize(
+    ("command", "good", "told"),
+    [
+        (["serve", "--warmup-requests"], '{"custom_id": "a", "url": "/v1/completions", "body": {}}', "1 requests are"),
+        (["route", "--backend-file"], "http://h:8000\nhttp://i", "2 backends are in"),
+        (["route", "--backend", "http://h", "--state-file"], '{"draining": ["http://h:80"]}', "1 backends are drained"),
+    ],
+)
+def test_check_reads_the_files_that_only_a_start_would_read(
+    command: list[str], good: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    for text, code in ((good, 0), ("nonsense nonsense", 3)):
+        file.write_text(text)
+        assert main([*command, str(file), "--check"]) == code
+    assert told in capsys.readouterr().out
+
+
+def test_check_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing adapter and one of another model end the check, as they would end a start."""
+    for name, width in (("good", 256), ("other", 264)):
+        (folder := tmp_path / "all" / name).mkdir(parents=True)
+        (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+        matrices = {"A": np.zeros((4, width), np.float32), "B": np.zeros((256, 4), np.float32)}
+        at = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+        save_file({at.format(side): one for side, one in matrices.items()}, folder / "adapter_model.safetensors")
+    good, other, none = (tmp_path / "all" / name for name in ("good", "other", "none"))
+    command = ["serve", "--check", "--enable-lora"]
+    assert main([*command, "--lora-modules", f"sql={good}", "--lora-folder", str(good.parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [f"The adapter sql is in {good}.", f"2 adapters are in {good.parent}."]
+    assert lines[3].startswith("The adapter other cannot be used: ") and len(lines) == 4
+    for folder, words in ((other, "use an adapter of this model"), (none, "does not exist")):
+        assert main([*command, "--lora-modules", f"sql={folder}"]) == 3
+        assert words in capsys.readouterr().err
+    for model in (["--device=mock"], ["--model=org/model", "--offline"]):  # whose layers are not known here
+        assert main([*command, *model, "--lora-modules", f"sql={other}"]) == 0
 
 
 @pytest.mark.parametrize(

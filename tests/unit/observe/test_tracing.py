@@ -41,6 +41,9 @@ def test_no_collector_is_no_tracer_and_a_missing_package_is_named(monkeypatch: p
     ("options", "words"),
     [
         ({"otlp_traces_endpoint": "grpc://host:4317"}, "OTLP over HTTP"),
+        ({"otlp_traces_endpoint": ":4317"}, "http://host:4318"),
+        ({"otlp_traces_endpoint": "http://:4317"}, "with a host"),
+        ({"otlp_traces_endpoint": "http://host:65536"}, "http://host:4318"),
         ({"otlp_traces_endpoint": "http://user:secret@host"}, "OTEL_EXPORTER_OTLP_HEADERS"),
         ({"otlp_traces_endpoint": "http://host", "otlp_traces_sample_rate": 1.5}, "0..1"),
         ({"otlp_traces_sample_rate": 0.5}, "needs otlp_traces_endpoint"),
@@ -51,6 +54,15 @@ def test_wrong_options_are_refused_with_their_fix(options: dict[str, object], wo
     with pytest.raises(ConfigError, match=words) as refusal:
         ServerConfig.from_flat(**options)
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("port", [4317, 4318])
+def test_the_port_of_grpc_gets_a_warning(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
+    tracer = open_tracer(TracingConfig(otlp_traces_endpoint=f"http://[::1]:{port}"), Tally())
+    assert tracer is not None
+    tracer.close()
+    assert ("[::1]:4317: port 4317 is usually that of OTLP over gRPC" in caplog.text) == (port == 4317)
 
 
 def test_spans_that_find_the_queue_full_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

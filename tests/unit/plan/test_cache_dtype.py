@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, UserError, WeightsError
 from quire.explain.describe import plan_engine
 from quire.explain.render import render
-from quire.plan.cache_dtype import E4M3, E5M2, choose_cache
+from quire.plan.cache_dtype import E4M3, E5M2, cache_notes, choose_cache
 from quire.plan.memory import MemoryPlan
 from quire.quantization.read import find_quantization, read_quantization
 from quire.quantization.rules import rules_of
@@ -58,6 +58,8 @@ def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: 
     found = choose_cache(asked, "bfloat16", quantization)
     assert (found.dtype, found.scaled, bool(found.notes)) == (dtype, scaled, noted)
     assert bool(found.features) == (dtype != "bfloat16")
+    assert cache_notes(found, "cuda", "bfloat16") == found.notes
+    assert (cache_notes(found, "cpu", "bfloat16") != found.notes) == (dtype in (E4M3, E5M2))
 
 
 GEMMA4: dict[str, Any] = {
@@ -232,6 +234,7 @@ def test_an_engine_with_an_8_bit_cache() -> None:
         reasons = {c.op: dict(c.rejected) for c in llm.engine.kernels.choices}
         assert all(f"has no {dtype[7:11]} cache" in reasons[op]["native"] for op in ("heads", "attention"))
         assert str(llm.engine.core.facts.plans["cache"]) == f"{dtype} (as asked; all scales are 1)"
+        assert any("saves memory on a CPU, and is slow" in note for note in llm.engine.notes)
 
 
 def test_hits_of_the_prefix_cache_equal_recomputation() -> None:

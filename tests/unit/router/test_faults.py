@@ -271,6 +271,28 @@ def test_health_checks_take_a_backend_out_and_back() -> None:
     run(work())
 
 
+def test_a_backend_that_hangs_is_down_after_two_checks_at_once() -> None:
+    """It takes connections and answers nothing. The second check does not wait for the interval."""
+
+    async def work() -> None:
+        slow = {"health_interval": 600.0, "connect_timeout": 0.4, "first_byte_timeout": 0.1}
+        async with mock_backends(2) as backends, routed(backends, **slow) as (router, url), ClientSession() as session:
+            while not all(one.up for one in router.backends):
+                await asyncio.sleep(0.01)
+
+            async def mute(scope: Any, receive: Any, send: Any) -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+
+            backends[0].replaced_by = mute
+            assert (await stream(session, url, body_of()))[1][0]["by"] == "b1"
+            while router.backends[0].up:
+                await asyncio.sleep(0.01)
+            assert router.backends[0].reason == "no answer within 0.4 s" and router.backends[1].up
+
+    run(work())
+
+
 def test_a_backend_that_drains_itself_gets_no_new_requests() -> None:
     async def work() -> None:
         async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:

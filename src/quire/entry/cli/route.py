@@ -37,7 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     from quire import router
 
     parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
-    parser.add_argument("--check", action="store_true", help=CHECK)
+    parser.add_argument("--check", action="store_true", help=CHECK.format("API keys, certificate, backends and state"))
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     options = flags.options_of(HttpConfig, AccessConfig, LogConfig, TracingConfig)
     flags.add_flags(parser, ((title, option) for title, option in options if option.name in OWN))
@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
         refuse_empty((variable("api_key_file"),), "this router would have no keys and no limits")
     if args.check:
         from quire.entry.http.access.files import check_files
+        from quire.router.check import check_router_files
 
-        print("\n".join(check_files(server, by_priority=True)))
+        print("\n".join([*check_files(server, by_priority=True), *check_router_files(config)]))
         return DONE
     from quire.entry.http.server import run_loop
 

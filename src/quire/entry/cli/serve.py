@@ -18,9 +18,7 @@ from quire.observe.log_writer import log_written_apart
 from quire.procs.held_signals import release
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
-CHECK = (
-    "read the configuration, the file of API keys and the certificate, start nothing, and exit: 0, or 3 for a mistake"
-)
+CHECK = "read the configuration and the files of {}, start nothing, and exit: 0, or 3 for a mistake"
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API.
 
@@ -39,7 +37,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print every value and its source, as a file for --config, and exit"
     )
-    parser.add_argument("--check", action="store_true", help=CHECK)
+    parser.add_argument("--check", action="store_true", help=CHECK.format("API keys, certificate, adapters, warm-up"))
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
@@ -75,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     check_options(config.engine)
     if args.check:
         from quire.entry.http.access.files import check_files
+        from quire.entry.http.lora.check import check_adapters
 
-        print("\n".join(check_files(config, by_priority=config.engine.scheduler.scheduling_policy == "priority")))
+        files = check_files(config, by_priority=config.engine.scheduler.scheduling_policy == "priority")
+        print("\n".join([*files, *check_adapters(config)]))
         return 0
     for warning in bind_warnings(config):
         print(notice(warning, "warning", config.log.log_format), file=sys.stderr)

@@ -23,7 +23,12 @@ def too_late(request_id: str, kind: str, seconds: float) -> RequestError:
     words = (
         f"request {request_id} waited {seconds:g} s and had no first token: try again later, or send a shorter prompt."
     )
-    return RequestFailed(words, code=f"{kind}_timeout")
+    return RequestFailed(words, code=late_cause(kind))
+
+
+def late_cause(kind: str) -> str:
+    """Return the word in metrics and logs for streams that a limit has ended."""
+    return f"{kind}_timeout"
 
 
 class Deadlines:

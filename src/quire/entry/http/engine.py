@@ -23,7 +23,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL, FrontEnd, Taken
 from quire.entry.http.access.room import check_room
-from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines, too_late
+from quire.entry.http.deadlines import FIRST_TOKEN, QUEUE, Deadlines, late_cause, too_late
 from quire.entry.http.life.pending import PendingOperations
 from quire.entry.http.life.state import EngineState
 from quire.entry.http.life.unsent import Unsent
@@ -300,7 +300,9 @@ class ServedEngine:
         stream.num_open = 0
         if dropped and self.state is not EngineState.DEAD:
             self._client.send(messages.Abort(tuple(dropped), stream.cause))
-        if cause is not None:
+        if cause == late_cause(QUEUE):  # no step had it: a refusal
+            self._metrics.rejected(cause)
+        elif cause is not None:
             self._metrics.aborted(cause)
         self._tell_idle()
 
@@ -310,8 +312,7 @@ class ServedEngine:
 
     def _late(self, stream: RequestStream, kind: str, seconds: float) -> None:
         """End a stream that waited too long for its start or its first token."""
-        self._metrics.rejected(f"{kind}_timeout")
-        self._fail(stream, too_late(stream.request_id, kind, seconds), f"{kind}_timeout")
+        self._fail(stream, too_late(stream.request_id, kind, seconds), late_cause(kind))
 
     # --- what the core says -------------------------------------------------------------------------------------
 

@@ -395,6 +395,7 @@ def test_who_waits_too_long_is_told() -> None:
             (outputs,) = await read(first)
             assert token_ids(outputs) == expected(engine, PROMPT, 80)
             assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_timeout"] * 5
+            assert "aborted" not in counted.calls
 
     run(work())
 
@@ -418,8 +419,8 @@ def test_time_limits_of_a_request_come_before_those_of_the_server() -> None:
                 await read(impatient)
             (outputs,) = await read(patient)
             assert len(token_ids(outputs)) == 3 and await engine.control("check") is True
-            causes = {args[0] for args, _ in counted.calls["rejected"]}
-            assert causes == {"queue_timeout", "first_token_timeout"}
+            told = {name: [args[0] for args, _ in counted.calls[name]] for name in ("rejected", "aborted")}
+            assert told == {"rejected": ["queue_timeout"], "aborted": ["first_token_timeout"]}
 
     run(work())
 

@@ -1,4 +1,4 @@
-"""The files of a server that SIGHUP reads again, read once without a server: API keys and certificate."""
+"""Files that a server's options name, read once without a server: API keys, certificate and requests of the warm-up."""
 
 from datetime import UTC, datetime
 
@@ -18,4 +18,8 @@ def check_files(config: ServerConfig, *, by_priority: bool) -> list[str]:
     check_certificate(config.http)
     if certificate is not None and (end := end_of(certificate)) is not None:
         lines.append(f"The certificate in {certificate} ends on {datetime.fromtimestamp(end, UTC):%Y-%m-%d}.")
+    if config.http.warmup_requests is not None:
+        from quire.entry.http.life.warm_up import read_warm_up  # here: it imports the routes
+
+        lines.append(f"{len(read_warm_up(config.http))} requests are in {config.http.warmup_requests}.")
     return lines

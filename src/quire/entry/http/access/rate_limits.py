@@ -30,7 +30,9 @@ class RateLimits:
         async def passing(message: Message) -> None:
             if message["type"] == "http.response.start":
                 states, anthropic = self._limits.states(caller), MESSAGES_PATHS.search(scope["path"])
-                message["headers"] = [*message["headers"], *(_anthropic(states) if anthropic else _openai(states))]
+                told = [*(_anthropic(states) if anthropic else _openai(states))]
+                names = {name for name, _ in told}  # a server behind a router may have limits of its own
+                message["headers"] = [*(one for one in message["headers"] if one[0] not in names), *told]
             await send(message)
 
         refused = self._limits.take_request(caller)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 from quire.entry.http.batch import Line, all_at_once, ask, read_lines
 from quire.entry.http.context import ServerContext
@@ -24,26 +25,42 @@ HANDLERS = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/embe
 APART = "Keys have prefix caches of their own and find none of these (--share-prefix-cache-across-keys)."
 
 
+def read_warm_up(http: HttpConfig) -> list[tuple[int, Line]]:
+    """Return the requests of the file that the option names, with the numbers of their lines. [] without the option.
+
+    Raises `ConfigError` for a file that cannot be used, with the number of the line.
+    """
+    if http.warmup_requests is None:
+        return []
+    file = Path(http.warmup_requests)
+    try:
+        lines = list(read_lines(file, http.max_body_bytes))
+    except OSError as error:
+        raise ConfigError(f"warmup_requests: {file} cannot be read: {error.strerror}.") from None
+    if not lines:
+        raise ConfigError(f"warmup_requests: {file} has no requests: leave the option out.")
+    for number, line in lines:
+        if not line.problem and line.url not in HANDLERS:
+            line.problem = f"line {number}: url must be one of {', '.join(HANDLERS)}."
+        if line.problem:
+            raise refusal(file, line.problem)
+    return lines
+
+
+def refusal(file: object, words: str) -> ConfigError:
+    """Return the error of a request in the file. words: begin with its line"""
+    return ConfigError(f"warmup_requests: {file}, {words}")
+
+
 class WarmUp:
-    """The requests of a file. Raises `ConfigError` for a file that cannot be used, with the number of the line.
-    say: shows a sentence to the operator"""
+    """The requests of a file. Raises `ConfigError` as `read_warm_up`. say: shows a sentence to the operator"""
 
     def __init__(self, context: ServerContext, say: Callable[[str], None]) -> None:
         http, access = context.config.http, context.config.access
-        self._context, self._say, self._file = context, say, Path(http.warmup_requests or "")
+        self._context, self._say, self._file = context, say, http.warmup_requests
         several = access.api_key_file is not None or len(access.api_key) > 1
         self._note = f" {APART}" if several and not access.share_prefix_cache_across_keys else ""
-        try:
-            self._lines = list(read_lines(self._file, http.max_body_bytes))
-        except OSError as error:
-            raise ConfigError(f"warmup_requests: {self._file} cannot be read: {error.strerror}.") from None
-        if not self._lines:
-            raise ConfigError(f"warmup_requests: {self._file} has no requests: leave the option out.")
-        for number, line in self._lines:
-            if not line.problem and line.url not in HANDLERS:
-                line.problem = f"line {number}: url must be one of {', '.join(HANDLERS)}."
-            if line.problem:
-                raise self._refusal(line.problem)
+        self._lines = read_warm_up(http)
 
     async def run(self, tell: Callable[[Loading], None]) -> None:
         """Answer all requests, and say what that has filled. tell: gets the progress. Raises `ConfigError` with the
@@ -56,7 +73,7 @@ class WarmUp:
             status, _, body = await ask(Endpoint(self._context, HANDLERS[line.url]), line)
             found: dict[str, Any] = msgspec.json.decode(body)
             if status != 200:
-                raise self._refusal(f"line {number}: {found['error']['message']}")
+                raise refusal(self._file, f"line {number}: {found['error']['message']}")
             for name in counts:
                 counts[name] += found["usage"].get(name, 0)
             done += 1
@@ -75,6 +92,3 @@ class WarmUp:
             + (f", {recorded} kinds of steps recorded" if recorded else "")
             + f".{self._note}"
         )
-
-    def _refusal(self, words: str) -> ConfigError:
-        return ConfigError(f"warmup_requests: {self._file}, {words}")

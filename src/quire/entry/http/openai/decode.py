@@ -83,11 +83,10 @@ ALIKE = [
         "reasoning reasoning_effort output_config thinking chat_template_kwargs",
     )
 ]
-# Fields without effect here, accepted silently: the user; OpenAI's storage and service tiers; hints (predicted content,
-# verbosity); options for images; the grammar backend, of which there is one.
+# Fields without effect, accepted silently: the user; OpenAI's storage and service tiers; hints; options of images.
 IGNORED = frozenset(
     "user safety_identifier session_id metadata store service_tier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs guided_decoding_backend "
+    "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs "
     "cache_control".split()
 )
 

@@ -13,6 +13,7 @@ MAX_NAME = 64
 MAX_UNKNOWN = 10  # names reported per request, so that a client cannot fill the log
 MAX_LOOKED = 1000  # objects checked per request: they are mostly alike, and this runs on the event loop
 MOST_BYTES = 1 << 20  # larger fields are not checked: decoding them again takes some 25 ms per megabyte
+HINTS = {"guided_decoding_backend": " (llguidance makes every mask)"}  # a field that only vLLM reads
 NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values without effect
 # Names inside fields that do not change the answer: labels, and parts of answers that clients send back.
 LABELS = frozenset(
@@ -34,9 +35,9 @@ class Fields:
                 self.inner[field.encode_name] = fields
 
     def near(self, name: str) -> str:
-        """Return " (did you mean NAME?)" for an unknown name; "" if no known name is close."""
+        """Return " (did you mean NAME?)" for an unknown name, or its own hint; "" if no known name is close."""
         close = difflib.get_close_matches(name[:MAX_NAME], self.known, n=1, cutoff=0.8)
-        return "".join(f" (did you mean {known}?)" for known in close)
+        return HINTS.get(name) or "".join(f" (did you mean {known}?)" for known in close)
 
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
         """Return the first unknown field names of a request, each with a hint.

@@ -8,10 +8,12 @@ import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.config.serve import ServerConfig
+from quire.config.serve import AccessConfig, ServerConfig
 from quire.engine.mock_core import build_mock_core
 from quire.entry.http.access import limits
-from quire.entry.http.access.limits import REQUESTS, TOKENS, KeyTable
+from quire.entry.http.access.keyring import Keyring
+from quire.entry.http.access.limits import REQUESTS, TOKENS, KeyLimits, KeyTable
+from quire.entry.http.access.rate_limits import RateLimits
 from quire.entry.http.app import build_app
 from quire.entry.http.life.state import EngineState
 from quire.observe.metrics import Metrics
@@ -116,6 +118,25 @@ def test_requests_per_minute(server: Server, clock: list[float]) -> None:
     message = server.ask("few", "/v1/messages", model="tiny", messages=[{"role": "user", "content": "hi"}])
     assert message.status == 429 and message.json["error"]["type"] == "rate_limit_error", "not 529"
     assert message.header("anthropic-ratelimit-requests-limit") == "2"
+
+
+def test_limits_in_front_hide_those_of_a_server_behind(tmp_path: Path) -> None:
+    """A client of a router with limits sees each header once."""
+    (tmp_path / "keys.toml").write_text(KEYS)
+    caller = Keyring(AccessConfig(api_key_file=str(tmp_path / "keys.toml")), by_priority=False).find([b"sk-few"])
+    started: list[Any] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        kept = [(b"x-ratelimit-limit-requests", b"9"), (b"x-ratelimit-limit-tokens", b"8")]
+        await send({"type": "http.response.start", "status": 200, "headers": kept})
+
+    async def send(message: Any) -> None:
+        started.extend(message["headers"])
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "state": {"caller": caller}}
+    asyncio.run(RateLimits(behind, KeyLimits(KeyTable, Metrics()))(scope, None, send))  # type: ignore[arg-type]
+    assert [value for name, value in started if name == b"x-ratelimit-limit-requests"] == [b"2"]
+    assert (b"x-ratelimit-limit-tokens", b"8") in started, "the key has no such limit in front"
 
 
 def test_tokens_of_prompt_and_answer_are_counted_when_they_are_known(server: Server, clock: list[float]) -> None:

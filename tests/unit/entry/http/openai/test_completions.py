@@ -261,6 +261,11 @@ def test_unknown_fields_are_told_and_logged_once(ask: Callable[..., Any], caplog
     assert len([r for r in caplog.records if "guided_jsn" in r.getMessage()]) == 1
 
 
+def test_the_grammar_backend_of_another_engine_is_told(ask: Callable[..., Any]) -> None:
+    told = ["unknown field 'guided_decoding_backend' (llguidance makes every mask)"]
+    assert ask(guided_decoding_backend="xgrammar").all("x-quire-warning") == told
+
+
 def test_requests_are_logged_when_asked_and_without_their_text(
     mock_engine: Any, make_client: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ from quire.entry.http.openai.models import DETOKENIZE, TOKENIZE
 from quire.entry.http.openai.rerank import RERANK, SCORE
 from quire.entry.http.openai.responses import DECODER as RESPONSES
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from quire.entry.http.openai.unknown import HINTS
 
 # OpenAI's, as of its API description 2.3.0 and its Python library 3.52.
 BOTH = "model stream stream_options n stop seed logit_bias temperature top_p frequency_penalty presence_penalty user"
@@ -53,6 +54,7 @@ def fates(name: str, kind: type, decoder: RequestDecoder[Any]) -> list[str]:
         assert used and error.param == name
     else:
         assert ignored or ascii(name) not in unknown, f"{name} is unknown"
+        fates += ["told" for one in unknown if one == ascii(name) + HINTS.get(name, "")]
     return fates
 
 
