@@ -40,7 +40,8 @@ from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
 from quire.kernels.compile_cache import compiling_ahead
-from quire.kernels.joined import MOST_ROWS, decode_attention, decode_clusters
+from quire.kernels.joined import MOST_ROWS, decode_clusters
+from quire.kernels.joined.choice import JoinedDecodes
 from quire.layers.attention import Attention
 from quire.layers.stack import first_of_each_kind
 
@@ -158,15 +159,14 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     can = bool(own) and "heads" in runner.model.kernels.features("attention")
     graphs, programs = getattr(runner.recorder, "_graphs", {}), runner.programs
     shapes = [shape for shape in runner.recorder.shapes() if shape.decode and not shape.shared]
-    made, variants, known = {}, [], (decode_clusters.TILINGS, decode_clusters.MANY)
+    made, variants, known = {}, [], decode_clusters.TILING
 
     def switch(variant: str) -> None:
         word, _, sizes = (wanted[0] if variant == "again" else variant).partition(" ")
-        tiling = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else None
-        decode_clusters.TILINGS, decode_clusters.MANY = ({}, tiling) if tiling else known
+        decode_clusters.TILING = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else known
         for layer in own:
-            layer.joined = decode_clusters if word == "clusters" else decode_attention
-            layer.joined_rows = range(0) if word == "chain" else range(1, MOST_ROWS + 1)
+            rows = range(1, MOST_ROWS + 1) if word == "attention" else range(0)
+            layer.joined = JoinedDecodes(MOST_ROWS * (word == "clusters"), "", rows, "")
 
     def works() -> list[tuple[Any, Callable[[], None]]]:
         return [(key, work) for key, work in programs.recordings(shapes) if key[0].startswith("decode")]

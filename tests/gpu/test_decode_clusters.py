@@ -64,8 +64,7 @@ def test_as_the_two_kernels(
 ) -> None:
     """The cache is the same, and attention to the rounding of sums; each time the same bits."""
     if tiling is not None:
-        monkeypatch.setattr(decode_clusters, "TILINGS", {})
-        monkeypatch.setattr(decode_clusters, "MANY", tiling)
+        monkeypatch.setattr(decode_clusters, "TILING", tiling)
     qkv, given, kv, meta = on_gpu(case, dtype, normed=normed)
     sinks = torch.linspace(-2, 6, case.heads[0]).cuda() if sunk else None
     own = KVView(kv.k.clone(), kv.v.clone())

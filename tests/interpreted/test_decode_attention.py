@@ -88,7 +88,8 @@ def made_block(**changes: int) -> DecoderBlock:
     params = layout(args)
     named = {param.name: param for param in params}
     kernels = replace(
-        kernels, joined={f"layers.{i}.attention": JoinedDecodes(range(2, 17), "") for i in range(args.num_layers)}
+        kernels,
+        joined={f"layers.{i}.attention": JoinedDecodes(0, "", range(2, 17), "") for i in range(args.num_layers)},
     )
     build = Build(torch.bfloat16, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
     model = Decoder(args, params, build)
@@ -101,7 +102,7 @@ def test_layer() -> None:
     """A layer gives the results of the separate kernels, with one launch less. Steps of a trace, and of fewer rows than
     the plan names or more than fit, take the separate kernels."""
     block = made_block()
-    assert isinstance(block.attention, Attention) and block.attention.joined is decode_attention
+    assert isinstance(block.attention, Attention) and block.attention.joined is not None
     heads = block.attention.num_heads, block.attention.num_kv_heads
     _, given, kv, meta = make(
         Case((1, 1), (70, 9), heads=heads, head_dim=64, block_size=64), torch.bfloat16, normed=True
@@ -116,7 +117,7 @@ def test_layer() -> None:
         counts.append(made.total())
     assert made["_headed_kernel"] == 1 and counts[0] - counts[1] == 1, (counts, made)
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2 * float(found[0].float().abs().max()))
-    block.attention.joined_rows = range(3, 17)
+    block.attention.joined = JoinedDecodes(0, "", range(3, 17), "")
     with torch.inference_mode(), launches() as made:
         block(x.clone(), [(given.cos, given.sin)], replace(ctx, attention=(replace(meta, plans={}),)), own)
     assert "_headed_kernel" not in made and made.total() == counts[0]

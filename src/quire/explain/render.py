@@ -180,12 +180,21 @@ def _kernels(branch: Tree, plan: Plan) -> None:
 def _joined(branch: Tree, every: Sequence[Plan]) -> None:
     """Add the forms in which layers attend for decodes."""
     for one in every:
+        some = one["sequences"] or one["rows"]
         of = f" of {len(one['layers'])} layers" * (len(every) > 1)
-        if one["rows"]:
-            rows = "of {} to {} rows".format(*one["rows"])
-            add(branch, f"decodes{of} in steps {rows}: joined.{one['kernel']}, heads and attention ({one['why']})")
+        parts = add(branch, f"decodes{of}{'' if some else ': heads, then attention'}")
+        if most := one["sequences"]:
+            words = f"of at most {most} sequences" if most > 1 else "of one sequence"
+            add(parts, f"in steps {words}: joined.decode_clusters, heads and attention ({one['why_sequences']})")
         else:
-            add(add(branch, f"decodes{of}: heads, then attention"), f"not joined.{one['kernel']}: {one['why']}")
+            add(parts, f"not joined.decode_clusters: {one['why_sequences']}")
+        if one["rows"]:
+            rows = "{}steps of {} to {} rows".format("other " * bool(most), *one["rows"])
+            add(parts, f"in {rows}: joined.decode_attention, heads and attention ({one['why']})")
+        elif one["why"] != one["why_sequences"]:
+            add(parts, f"not joined.decode_attention: {one['why']}")
+        if some:
+            add(parts, "in other steps: heads, then attention")
 
 
 def _chosen(branch: Tree, one: Plan) -> None:

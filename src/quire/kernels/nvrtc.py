@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels.triton_runtime import triton  # type: ignore[attr-defined,unused-ignore]
 
+OLDEST = (12, 4)  # knows __maxnreg__
 UNKNOWN = "13"  # CUDA's major version where PyTorch is a build without CUDA: tests compile there, too
 
 
@@ -28,6 +29,8 @@ def missing() -> str:
         _library()
     except OSError as error:
         return f"NVRTC, which comes with PyTorch for CUDA, was not found ({error})"
+    if (version := versions()[:2]) < OLDEST:
+        return "NVRTC {}.{} or later is needed, this one is {}.{}".format(*OLDEST, *version)
     return "" if headers() else "CUDA's headers, which come with Triton, were not found"
 
 

@@ -1,13 +1,13 @@
 """Grouped-query attention over the paged cache."""
 
-import importlib
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
 
 from quire.args.layers import MOST_GROWTH_STEPS, GroupedArgs, NormArgs, ScoreArgs
 from quire.kernels.attention import KVView
+from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.joined.dispatch import joined_kernel
+from quire.kernels.joined.inputs import HeadInputs
 from quire.kernels.rope.rotary import Turns
 from quire.layers.branch import Branch
 from quire.layers.context import Build, StepContext
@@ -81,11 +81,7 @@ class Attention(nn.Module):
             widths = self.num_heads * args.head_dim, self.num_kv_heads * args.head_dim
             self.wide_norm = WideNorm(f"{at}.wide_norm", widths, norm, build)
         self.output = Linear(f"{at}.output", build)
-        self.joined: ModuleType | None = None  # kernel that prepares heads and attends at once, in steps of these rows
-        decodes = build.kernels.joined.get(at)
-        self.joined_rows = decodes.rows if decodes else range(0)
-        if decodes and decodes.rows:
-            self.joined = importlib.import_module(f"quire.kernels.joined.{decodes.kernel}")
+        self.joined: JoinedDecodes | None = build.kernels.joined.get(at)  # heads and attention in one kernel
 
     def forward(
         self,
@@ -114,10 +110,9 @@ class Attention(nn.Module):
         cos, sin = turns[self.turn]
         sinks = None if self.sinks is None else self.sinks.weight
         scores = self.scale, self.window, self.soft_cap, sinks
-        joins = tokens in self.joined_rows and not ctx.apart
-        if self.joined is not None and joins and self.joined.fits(qkv, kv, meta):
-            heads = self.joined.HeadInputs(head_norm, self.eps, cos, sin)
-            attended = self.joined.attention(qkv, heads, kv, meta, *scores)
+        kernel = None if self.joined is None or ctx.apart else joined_kernel(self.joined, qkv, kv, meta)
+        if kernel is not None:
+            attended = kernel.attention(qkv, HeadInputs(head_norm, self.eps, cos, sin), kv, meta, *scores)
         else:
             q = self.kernels.heads.prepare(qkv, head_norm, self.eps, cos, sin, kv, meta.kv_slots, self.values)
             if self.growth is not None:

@@ -20,5 +20,5 @@ def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     for layer, mixer in ((i, one.mixer) for i, one in enumerate(plan.args.layers)):
         if isinstance(mixer, GroupedArgs):
             own, kv = share(mixer.num_heads, rank.tp, rank.place), GroupedKind(mixer).kv_heads(rank.tp, rank.place)
-            found[layer] = choose_decodes(mixer, (own[1] - own[0]) // (kv[1] - kv[0]), **how)
+            found[layer] = choose_decodes(mixer, (own[1] - own[0], kv[1] - kv[0]), **how)
     return found

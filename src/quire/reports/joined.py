@@ -10,20 +10,15 @@ from quire.plan.joined import joined_decodes
 def describe_joined(plan: EnginePlan) -> list[dict[str, Any]]:
     """Return the layers of each kind of decodes as plain values.
 
-    layers   their numbers
-    rows     fewest and most rows of a step in which decodes are one kernel; None: they are two
-    why      the reason
-    kernel   its name
+    layers                     their numbers
+    sequences, why_sequences   most sequences of a step that `decode_clusters` takes, and the reason; 0: none
+    rows                       fewest and most rows of the steps that `decode_attention` takes; None: none
+    why                        the reason
     """
     alike = dict[JoinedDecodes, list[int]]()
     for layer, one in joined_decodes(plan).items():
         alike.setdefault(one, []).append(layer)
     return [
-        {
-            "layers": layers,
-            "rows": [one.rows[0], one.rows[-1]] if one.rows else None,
-            "why": one.why,
-            "kernel": one.kernel,
-        }
+        {"layers": layers} | one._asdict() | {"rows": [one.rows[0], one.rows[-1]] if one.rows else None}
         for one, layers in alike.items()
     ]

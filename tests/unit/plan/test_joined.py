@@ -9,40 +9,27 @@ from quire.args.layers import GroupedArgs, ScoreArgs
 from quire.args.rope import RopeArgs
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
-from quire.kernels.joined.choice import CLUSTERS, JoinedDecodes, choose_decodes
+from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
 from quire.plan.joined import joined_decodes
 
 HERE = "it needs a Hopper GPU and NVRTC"
+TWO, EIGHT = (f"with {n} query heads of a KV head it was" for n in (2, 8))
+EAGER, CODES = "enforce_eager runs each operation by itself", "the KV cache has 8 bits"
 
 
 @pytest.mark.parametrize(
     ("model", "options", "device", "found"),
     [
-        ("Qwen3-0.6B", {}, "h200", (range(1, 17), "with 2 query heads of a KV head it was faster", CLUSTERS)),
-        ("Qwen3-30B-A3B", {}, "h200", (range(1, 17), "with 8 query heads of a KV head it was faster", CLUSTERS)),
-        ("Qwen3-0.6B", {"enforce_eager": True}, "h200", (range(0), "enforce_eager runs each operation by itself")),
-        ("Qwen3-0.6B", {"kv_cache_dtype": "fp8"}, "h200", (range(0), "the KV cache has 8 bits")),
-        (
-            "Qwen3-0.6B",
-            {},
-            "a100",
-            (range(1, 17), f"with 2 query heads of a KV head it was faster; not {CLUSTERS}: {HERE}"),
-        ),
-        (
-            "Qwen3-8B",
-            {},
-            "a100",
-            (range(2, 17), f"with 4 query heads of a KV head it was faster; not {CLUSTERS}: {HERE}"),
-        ),
-        (
-            "Qwen3-30B-A3B",
-            {},
-            "a100",
-            (range(0), f"with 8 query heads of a KV head it was slower; not {CLUSTERS}: {HERE}"),
-        ),
+        ("Qwen3-0.6B", {}, "h200", (2, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
+        ("Qwen3-0.6B", {"tensor_parallel_size": 4}, "h200", (8, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
+        ("Qwen3-30B-A3B", {}, "h200", (4, f"{EIGHT} faster", range(0), f"{EIGHT} slower")),
+        ("Qwen3-0.6B", {"enforce_eager": True}, "h200", (0, EAGER, range(0), EAGER)),
+        ("Qwen3-0.6B", {"kv_cache_dtype": "fp8"}, "h200", (0, CODES, range(0), CODES)),
+        ("Qwen3-0.6B", {}, "a100", (0, HERE, range(1, 17), f"{TWO} faster")),
+        ("Qwen3-30B-A3B", {}, "a100", (0, HERE, range(0), f"{EIGHT} slower")),
     ],
 )
-def test_rows_reason_and_kernel(
+def test_steps_and_reasons(
     shared: Path, model: str, options: dict[str, Any], device: str, found: tuple[Any, ...]
 ) -> None:
     plan = plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / model), **options), device).plan
@@ -51,18 +38,21 @@ def test_rows_reason_and_kernel(
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "heads", "reason"),
     [
-        ({"head_dim": 256}, "it has no heads of 256 dimensions"),
-        ({"scores": ScoreArgs(soft_cap=30.0)}, "it caps no scores"),
-        ({"window": -1024}, "it has no chunks"),
+        ({"head_dim": 64}, (8, 4), "heads of 64 dimensions were not measured"),
+        ({}, (16, 1), "16 query heads of a KV head were not measured"),
+        ({}, (64, 32), "32 KV heads were slower in long contexts"),
+        ({"scores": ScoreArgs(soft_cap=30.0)}, (8, 4), "scores are capped"),
+        ({"window": -1024}, (8, 4), "contexts are cut into chunks"),
     ],
 )
-def test_what_clusters_cannot_do(changes: dict[str, Any], reason: str) -> None:
-    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "rotary_dim": 128}
+def test_what_clusters_do_not_take(changes: dict[str, Any], heads: tuple[int, int], reason: str) -> None:
+    sizes: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128, "rotary_dim": 64}
     mixer = GroupedArgs(**sizes | changes, rope=RopeArgs(theta=1e4))
-    one = choose_decodes(mixer, 2, eager=False, eight_bits=False, clusters="")
-    assert one.kernel == "decode_attention" and one.why.endswith(f"; not {CLUSTERS}: {reason}")
+    one = choose_decodes(mixer, heads, eager=False, eight_bits=False, clusters="")
+    assert (one.sequences, one.why_sequences) == (0, reason)
+    assert one.rows or heads == (16, 1)
 
 
 @pytest.mark.parametrize(("device", "options"), [("h200", {"batch_invariant": True}), ("", {"device": "cpu"})])

@@ -40,9 +40,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-# Most clusters of a step -> tiling. Few clusters are large, so that all multiprocessors have work.
-TILINGS = {16: Tiling(8, 8, 2), 64: Tiling(2, 8, 2)}
-MANY = Tiling(1, 8, 2)
+TILING = Tiling(8, 8, 2)  # for at most 16 clusters, with short and with long contexts
 
 
 class _Args(Structure):
@@ -82,10 +80,9 @@ def attention(
     k, kv_heads, sequences = kv.k, kv.k.shape[1], meta.seq_lens.shape[0]
     own, rows = qkv.shape[1] - 2 * kv_heads, meta.max_query_len or 1
     out = torch.empty((tokens, own, dim), dtype=qkv.dtype, device=qkv.device)
-    tiling = tiling_of(sequences * kv_heads)
-    lanes = own // kv_heads * rows
-    shape = dim, own // kv_heads, rows, kv.block_size
-    kernel = _kernel(shape, tiling, qkv.dtype, heads.norm is not None and heads.norm.dtype == torch.float32)
+    tiling, group = TILING, own // kv_heads
+    wide = heads.norm is not None and heads.norm.dtype == torch.float32
+    kernel = kernel_of((dim, group, rows, kv.block_size), tiling, qkv.dtype, wide)
     tensors = qkv, heads.norm, heads.cos, heads.sin, meta.kv_slots, out, k, kv.v
     tables = meta.block_tables, meta.query_start, meta.seq_lens, meta.table_rows, sinks
     args = _Args(
@@ -97,16 +94,11 @@ def attention(
         (tiling.blocks * kv_heads, sequences),
         (tiling.warps * 32,),
         [args],
-        shared_bytes=shared_bytes(dim, lanes, tiling),
+        shared_bytes=shared_bytes(dim, group * rows, tiling),
         cluster=(tiling.blocks,),
         pdl=pdl.in_use(),
     )
     return out
-
-
-def tiling_of(clusters: int) -> Tiling:
-    """Return the tiling for a step of so many clusters: sequences times KV heads."""
-    return next((tiling for most, tiling in TILINGS.items() if clusters <= most), MANY)
 
 
 def shared_bytes(dim: int, lanes: int, tiling: Tiling) -> int:
@@ -117,8 +109,11 @@ def shared_bytes(dim: int, lanes: int, tiling: Tiling) -> int:
 
 
 @functools.cache
-def _kernel(shape: tuple[int, int, int, int], tiling: Tiling, dtype: torch.dtype, wide_norm: bool) -> CudaKernel:
-    """Return the kernel of a shape: head size, query heads of a KV head, rows of a sequence, tokens of a block."""
+def kernel_of(shape: tuple[int, int, int, int], tiling: Tiling, dtype: torch.dtype, wide_norm: bool) -> CudaKernel:
+    """Return the kernel for a shape, a tiling, and types of the heads and of the norm's weights.
+
+    shape   head size, query heads of a KV head, most rows of a sequence, tokens of a block of the cache
+    """
     dim, group, rows, size = shape
     defines = {"D": dim, "GROUP": group, "ROWS": rows, "SIZE": size, "REGISTERS": REGISTERS[-(-group * rows // 8)]}
     defines |= {"CLUSTER": tiling.blocks, "WARPS": tiling.warps, "STAGES": tiling.stages}

@@ -1,0 +1,20 @@
+"""Choose the kernel of a step's decodes, from the projection on."""
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.joined.choice import JoinedDecodes
+
+
+def joined_kernel(decodes: JoinedDecodes, qkv: Tensor, kv: KVView, meta: AttentionMeta) -> ModuleType | None:
+    """Return the module in `kernels/joined` that takes a step of the projection qkv [T, Hq + 2 Hkv, D]; None: none.
+
+    decodes   what the plan has chosen for the layer
+    """
+    names = ["decode_clusters"] if len(meta.seq_lens) <= decodes.sequences else []
+    names += ["decode_attention"] if qkv.shape[0] in decodes.rows else []
+    modules = (importlib.import_module(f"quire.kernels.joined.{name}") for name in names)
+    return next((module for module in modules if module.fits(qkv, kv, meta)), None)

@@ -1,0 +1,48 @@
+"""The kernel of decodes in clusters of blocks: it compiles for every shape that the plan gives it, and fits."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import nvrtc
+from quire.kernels.joined import MOST_DRAFTED, MOST_LANES
+from quire.kernels.joined.choice import CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS
+from quire.kernels.joined.decode_clusters import TILING, Tiling, kernel_of, shared_bytes
+
+SHARED = 227 * 1024  # bytes that a block of Hopper can have
+
+
+def test_shared_memory_is_enough() -> None:
+    lanes = range(1, MOST_LANES + 1)
+    assert max(shared_bytes(CLUSTER_DIM, n, TILING) for n in lanes) <= SHARED
+    assert MOST_CLUSTERS * TILING.blocks <= 132, "all blocks run at the same time"
+
+
+@pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
+@pytest.mark.parametrize(
+    ("group", "rows", "tiling", "dtype", "wide"),
+    [
+        *((group, 1, TILING, torch.bfloat16, False) for group in (2, 8)),
+        (CLUSTER_QUERIES, MOST_LANES // CLUSTER_QUERIES, TILING, torch.bfloat16, True),
+        (2, MOST_DRAFTED, Tiling(1, 8, 1), torch.float16, False),
+    ],
+)
+def test_it_compiles_without_a_stack(
+    group: int,
+    rows: int,
+    tiling: Tiling,
+    dtype: torch.dtype,
+    wide: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    cubin, _ = kernel_of((CLUSTER_DIM, group, rows, 128), tiling, dtype, wide).source.cubin("sm_90a")
+    (tmp_path / "made.cubin").write_bytes(cubin)
+    headers = nvrtc.headers()
+    assert headers is not None
+    command = [headers.parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "made.cubin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in told and "LOCAL:0 " in told, told
