@@ -122,8 +122,35 @@ def answer(options: str, prompts: str, old: str) -> None:
         print(json.dumps(found))
 
 
+def profiled(options: str) -> None:
+    """Print what a profile of 30 steps of an engine has, as JSON, and leave without the interpreter's end.
+
+    The driver's profiler stays in its process, and that end sometimes aborts then.
+    """
+    import msgspec
+
+    from quire import LLM, SamplingParams
+    from quire.procs.step_profile import StepProfiled
+
+    from ..unit.procs.test_step_profile import asking, new, served
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=40)
+    with LLM(**json.loads(options)) as llm:
+        counts, texts = llm.engine.worker.recorder.counts, []
+        texts.append(llm.generate("Once", greedy, use_tqdm=False)[0].outputs[0].text)
+        replayed = counts.get("replayed", 0)
+        reply, tokens = served(llm.engine.core, asking(30), new(40))
+        replayed = counts.get("replayed", 0) - replayed
+        texts.append(llm.generate("Once", greedy, use_tqdm=False)[0].outputs[0].text)
+        assert reply.error is None, reply.error
+        found = msgspec.json.decode(str(reply.value), type=StepProfiled)
+        said = {"profile": msgspec.to_builtins(found), "tokens": tokens, "replayed": replayed, "texts": texts}
+        print(json.dumps(said), flush=True)
+    os._exit(0)
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
-    program.__name__: program for program in (hold, own_memory, own_blocks, fail_on_the_device, answer)
+    program.__name__: program for program in (hold, own_memory, own_blocks, fail_on_the_device, answer, profiled)
 }
 
 if __name__ == "__main__":

@@ -1,34 +1,28 @@
 """A profile on a GPU: kernels stand on the tracks of its streams, and the steps in it replay their graphs."""
 
-import msgspec
+import json
+from typing import Any
 
-from quire import LLM, SamplingParams
-from quire.procs.step_profile import StepProfiled
+from . import children
+from .test_bad_states import python
 
-from ..unit.procs.test_step_profile import asking, new, served
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
-PROMPT = [11, 12, 13, 14, 15]
+OPTIONS: dict[str, Any] = {"device": "cuda", "kv_cache_memory_bytes": 1 << 28, "use_tqdm_on_load": False}
 
 
 def test_a_profile_has_kernels_by_stream_and_graphs_go_on() -> None:
-    with LLM(device="cuda", kv_cache_memory_bytes=1 << 28, use_tqdm_on_load=False) as llm:
-        before = list(llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
-        worker = llm.engine.worker
-        replayed = worker.recorder.counts.get("replayed", 0)
-        reply, tokens = served(llm.engine.core, asking(30), new(40))
-        assert reply.error is None, reply.error
-        found = msgspec.json.decode(str(reply.value), type=StepProfiled)
-        assert tokens == 40 and len(found.facts) == 30 and found.lost == 0
-        runner = found.parts["model runner"]
-        assert {"StepRunner.submit", "StepRunner.collect"} <= {name for _, name, *_ in runner}
-        tracks = sorted({track for track, *_ in runner})
-        assert not found.notes, f"{found.notes}; the tracks are {tracks}"
-        kernels = [(name, begin, spent) for track, name, begin, spent in runner if track.startswith("GPU 0, stream ")]
-        names = [name for name, *_ in kernels]
-        assert sum(name.endswith("_kernel") for name in names) >= 30, f"{tracks}: {sorted(set(names))}"
-        inside = [found.begin - 1_000_000 <= begin <= found.end + 1_000_000 for _, begin, _ in kernels]
-        assert all(inside), "the clock of the GPU is not that of the calls"
-        assert worker.recorder.counts["replayed"] >= replayed + 20, "the profile has no replayed graphs"
-        again = list(llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
-        assert again == before
+    done = python(children.profiled, json.dumps(OPTIONS))
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    found, runner = said["profile"], said["profile"]["parts"]["model runner"]
+    assert said["tokens"] == 40 and len(found["facts"]) == 30 and found["lost"] == 0
+    assert {"StepRunner.submit", "StepRunner.collect"} <= {name for _, name, *_ in runner}
+    tracks = sorted({track for track, *_ in runner})
+    assert not found["notes"], f"{found['notes']}; the tracks are {tracks}; {done.stderr[-2000:]}"
+    kernels = [(name, begin) for track, name, begin, _ in runner if track.startswith("GPU 0, stream ")]
+    names = [name for name, _ in kernels]
+    assert sum(name.endswith("_kernel") for name in names) >= 30, f"{tracks}: {sorted(set(names))}"
+    earliest, latest = found["begin"] - 1_000_000, found["end"] + 1_000_000
+    outside = [(name, begin) for name, begin in kernels if not earliest <= begin <= latest]
+    assert not outside, f"the clock of the GPU is not that of the calls, {earliest} to {latest}: {outside}"
+    assert said["replayed"] >= 20, "the profile has no replayed graphs"
+    assert said["texts"][0] == said["texts"][1]
