@@ -69,14 +69,14 @@ def _found(calls: CallTimes, operators: profile, most: int) -> Profiled:
     assert operators.kineto_results is not None
     events = operators.kineto_results.events()
     slices = calls.slices()
-    ran, kernels = bool(slices), False
+    ran = bool(slices)
     for event in islice(events, most):
         if event.device_type().name == "CPU":
             track = f"PyTorch, thread {event.start_thread_id()}"
         else:
-            kernels, track = True, f"GPU {event.device_index()}, stream {event.device_resource_id()}"
+            track = f"GPU {event.device_index()}, stream {event.device_resource_id()}"
         slices.append((track, event.name(), event.start_ns(), event.duration_ns()))
     note = ""
-    if operators.use_device == "cuda" and ran and not kernels:
+    if operators.use_device == "cuda" and ran and all(event.device_type().name == "CPU" for event in events):
         note = NO_KERNEL if ProfilerActivity.CUDA in operators.kineto_activities else NO_CUPTI
     return slices, calls.lost + max(0, len(events) - most), note
