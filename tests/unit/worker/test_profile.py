@@ -48,9 +48,14 @@ class Runner:
 
 def event(device: str) -> Any:
     facts: dict[str, Any] = {
-        "device_type": SimpleNamespace(name=device), "device_index": 0, "device_resource_id": 7, "start_thread_id": 1,
-        "name": "add_kernel", "start_ns": 5, "duration_ns": 2,
-    }  # fmt: skip
+        "device_type": SimpleNamespace(name=device),
+        "device_index": 0,
+        "device_resource_id": 7,
+        "start_thread_id": 1,
+        "name": "add_kernel",
+        "start_ns": 5,
+        "duration_ns": 2,
+    }
     return SimpleNamespace(**{name: lambda value=value: value for name, value in facts.items()})
 
 
