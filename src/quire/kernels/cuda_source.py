@@ -41,7 +41,7 @@ _CONTEXT_HANDLES = threading.local()  # entered: True once the thread has a cont
 
 @functools.cache
 def missing() -> str:
-    """Return the reason why kernels in CUDA C++ cannot run in this process, or "". Compiles nothing."""
+    """Return the reason why kernels in CUDA C++ cannot run in this process, or ""."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.version.cuda is None:
@@ -61,7 +61,7 @@ class CudaSource:
 
     def __init__(self, path: Path, defines: Mapping[str, int | str] | None = None) -> None:
         self.path, self._lock = path, threading.RLock()
-        self._defines = tuple(sorted((defines or {}).items()))
+        self.defines = tuple(sorted((defines or {}).items()))
         self._cubins: dict[str, bytes] = {}  # by architecture
         self._modules: dict[int, ctypes.c_void_p] = {}  # by device
 
@@ -79,7 +79,7 @@ class CudaSource:
                 return self._cubins[architecture], True
             text = self.path.read_bytes()
             options = [f"--gpu-architecture={architecture}", *OPTIONS]
-            options += [f"--define-macro={name}={value}" for name, value in self._defines]
+            options += [f"--define-macro={name}={value}" for name, value in self.defines]
             path = cache_folder() / "cuda" / f"{self.path.stem}-{_key(text, options)}.cubin"
             if on_disk := intact(path):
                 cubin = path.read_bytes()[:-TRAILER]

@@ -24,13 +24,18 @@ class CompileError(Exception):
 
 @functools.cache
 def missing() -> str:
-    """Return the reason why CUDA C++ cannot be compiled in this process, or "". Compiles nothing."""
+    """Return the reason why CUDA C++ cannot be compiled in this process, or "". Compiles an empty text (0.1 s): NVRTC
+    opens a part of it late, without which it is of no use."""
     try:
         _library()
     except OSError as error:
         return f"NVRTC, which comes with PyTorch for CUDA, was not found ({error})"
     if (version := versions()[:2]) < OLDEST:
         return "NVRTC {}.{} or later is needed, this one is {}.{}".format(*OLDEST, *version)
+    try:
+        compile_text(b"", "nothing.cu", ["--gpu-architecture=sm_90"])
+    except CompileError as error:
+        return f"NVRTC compiles nothing ({str(error).splitlines()[0]})"
     return "" if headers() else "CUDA's headers, which come with Triton, were not found"
 
 

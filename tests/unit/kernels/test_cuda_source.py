@@ -271,6 +271,14 @@ def test_where_cuda_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing().startswith("NVRTC, which comes with PyTorch for CUDA, was not found (libnvrtc.so.99: ")
 
 
+def test_a_compiler_that_lacks_a_part(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "headers", lambda: Path("/"))
+    assert nvrtc.missing.__wrapped__() == "" and compiler.left == 0
+    monkeypatch.setattr(compiler, "nvrtcCompileProgram", lambda *_: 7)
+    compiler.made = b"nvrtc: error: failed to open a part.\n  Make sure that it is installed."
+    assert nvrtc.missing.__wrapped__() == "NVRTC compiles nothing (nvrtc: error: failed to open a part.)"
+
+
 @pytest.mark.parametrize("place", ["cu99/lib", "cuda_nvrtc/lib"])
 def test_nvrtc_is_that_of_nvidia_s_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     folder = tmp_path / "nvidia" / place

@@ -6,6 +6,10 @@
 // memory, two products, and the sum of the units through the shared memory of the cluster's blocks, always in the same
 // order.
 //
+// The first launch of a step waits before it reads anything: the kernels of the step's lengths, slots and angles may
+// run still, since those behind them let later kernels start before their own wait. Later launches of the step start
+// behind the wait of the first one, so all of these are there.
+//
 // Macros: D head size; GROUP query heads of a KV head; ROWS most rows of a sequence; SIZE tokens of a block of the
 // cache; CLUSTER blocks of a cluster; WARPS of a block; STAGES pieces of a warp in shared memory; REGISTERS of a
 // thread, at most; HALF 1: float16, 0: bfloat16; WIDE_NORM 1: the norm's weights are float32.
@@ -29,6 +33,7 @@ struct Args {
   i64 stride_qkv, stride_out, stride_block, stride_head, stride_token, stride_table;  // in elements
   float eps, scale;         // scale of scores in base 2
   int window, kv_heads;     // window 0: none
+  int first;                // 1: of the launches of a step
 };
 
 constexpr int LANES = GROUP * ROWS, TILES = (LANES + 7) / 8, EVEN = (LANES + 1) / 2 * 2;
@@ -384,6 +389,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
   const u32 shared = (u32)__cvta_generic_to_shared(memory);
   const int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
   asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for before a block writes to another one
+  if (args.first) asm volatile("griddepcontrol.wait;" ::: "memory");
   const Item item(args);
   const u32 ring = shared + warp * (STAGES * 2 * TILE_BYTES);
 #pragma unroll

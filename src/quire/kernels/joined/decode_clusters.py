@@ -50,7 +50,7 @@ class _Args(Structure):
         *((name, c_void_p) for name in ("qkv", "norm", "cos", "sin", "slots", "out", "k", "v")),
         *((name, c_void_p) for name in ("table", "starts", "lengths", "table_rows", "sinks")),
         *((f"stride_{name}", c_longlong) for name in ("qkv", "out", "block", "head", "token", "table")),
-        *(("eps", c_float), ("scale", c_float), ("window", c_int), ("kv_heads", c_int)),
+        *(("eps", c_float), ("scale", c_float), ("window", c_int), ("kv_heads", c_int), ("first", c_int)),
     )
 
 
@@ -88,8 +88,9 @@ def attention(
     args = _Args(
         *(None if one is None else one.data_ptr() for one in (*tensors, *tables)),  # type: ignore[union-attr]
         *(qkv.stride(0), out.stride(0), *k.stride()[:3], meta.block_tables.stride(0)),
-        *(heads.eps, scale * LOG2E, window or 0, kv_heads),
+        *(heads.eps, scale * LOG2E, window or 0, kv_heads, int(__name__ not in meta.plans)),
     )
+    meta.plans[__name__] = True
     kernel.launch(
         (tiling.blocks * kv_heads, sequences),
         (tiling.warps * 32,),
