@@ -22,8 +22,8 @@ if not shutil.which("g++") or torch.backends.cpu.get_cpu_capability() == "DEFAUL
     pytest.skip("needs a compiler, and a CPU that rounds to float16", allow_module_level=True)
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 97, 130, 193)  # about pieces of 16, and 4 of them for the 4 warps of a cluster
-PLAIN = Case((1,) * len(LENGTHS), LENGTHS, heads=(4, 2), head_dim=64, block_size=48)
-DRAFTED = Case((3, 1, 2), (3, 52, 140), heads=(5, 1), head_dim=128, block_size=16)  # 15 lanes
+PLAIN = Case((1,) * len(LENGTHS), LENGTHS, heads=(4, 2), head_dim=128, block_size=48)
+DRAFTED = Case((3, 1, 2), (3, 52, 140), heads=(5, 1), head_dim=64, block_size=16)  # 15 lanes
 ALONE = Case((1, 1), (45, 18), heads=(2, 2), head_dim=64, block_size=16)
 
 
@@ -39,7 +39,7 @@ def poisoned() -> Iterator[None]:
     ("case", "tiling", "dtype", "norm", "windows"),
     [
         (PLAIN, Tiling(2, 2, 2), torch.bfloat16, torch.bfloat16, (None, 2, 40)),
-        (DRAFTED, Tiling(4, 1, 3), torch.bfloat16, torch.float32, (None, 17)),
+        (DRAFTED, Tiling(2, 2, 3), torch.bfloat16, torch.float32, (None, 17)),
         (ALONE, Tiling(8, 1, 1), torch.float16, None, (None,)),
     ],
 )
