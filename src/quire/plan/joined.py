@@ -16,6 +16,7 @@ def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     if heads is None or attention is None or heads.name != "triton" or "heads" not in attention.features:
         return found
     how: Any = {"eager": plan.config.device.enforce_eager, "eight_bits": bool(plan.cache.features)}
+    how["context"] = plan.config.model.max_model_len or plan.args.max_position_embeddings
     how["clusters"] = "" if "clusters" in attention.features else "it needs a Hopper GPU and NVRTC"
     for layer, mixer in ((i, one.mixer) for i, one in enumerate(plan.args.layers)):
         if isinstance(mixer, GroupedArgs):

@@ -14,15 +14,22 @@ from quire.plan.joined import joined_decodes
 
 HERE = "it needs a Hopper GPU and NVRTC"
 TWO, EIGHT = (f"with {n} query heads of a KV head it was" for n in (2, 8))
+LONG = "above 8,192 tokens of context it may be slower, and max_model_len is 8,193"
 EAGER, CODES = "enforce_eager runs each operation by itself", "the KV cache has 8 bits"
 
 
 @pytest.mark.parametrize(
     ("model", "options", "device", "found"),
     [
-        ("Qwen3-0.6B", {}, "h200", (2, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
-        ("Qwen3-0.6B", {"tensor_parallel_size": 4}, "h200", (8, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
-        ("Qwen3-30B-A3B", {}, "h200", (4, f"{EIGHT} faster", range(0), f"{EIGHT} slower")),
+        ("Qwen3-0.6B", {"max_model_len": 8192}, "h200", (2, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
+        ("Qwen3-0.6B", {"max_model_len": 8193}, "h200", (0, LONG, range(1, 17), f"{TWO} faster")),
+        (
+            "Qwen3-0.6B",
+            {"tensor_parallel_size": 4, "max_model_len": 2048},
+            "h200",
+            (8, f"{TWO} faster", range(1, 17), f"{TWO} faster"),
+        ),
+        ("Qwen3-30B-A3B", {"max_model_len": 4096}, "h200", (4, f"{EIGHT} faster", range(0), f"{EIGHT} slower")),
         ("Qwen3-0.6B", {"enforce_eager": True}, "h200", (0, EAGER, range(0), EAGER)),
         ("Qwen3-0.6B", {"kv_cache_dtype": "fp8"}, "h200", (0, CODES, range(0), CODES)),
         ("Qwen3-0.6B", {}, "a100", (0, HERE, range(1, 17), f"{TWO} faster")),
@@ -50,9 +57,16 @@ def test_steps_and_reasons(
 def test_what_clusters_do_not_take(changes: dict[str, Any], heads: tuple[int, int], reason: str) -> None:
     sizes: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128, "rotary_dim": 64}
     mixer = GroupedArgs(**sizes | changes, rope=RopeArgs(theta=1e4))
-    one = choose_decodes(mixer, heads, eager=False, eight_bits=False, clusters="")
+    one = choose_decodes(mixer, heads, eager=False, eight_bits=False, clusters="", context=1024)
     assert (one.sequences, one.why_sequences) == (0, reason)
     assert one.rows or heads == (16, 1)
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    mixer = GroupedArgs(
+        num_heads=8, num_kv_heads=4, head_dim=128, rotary_dim=128, rope=RopeArgs(theta=1e4), window=1024
+    )
+    assert choose_decodes(mixer, (8, 4), eager=False, eight_bits=False, clusters="", context=100_000).sequences == 4
 
 
 @pytest.mark.parametrize(("device", "options"), [("h200", {"batch_invariant": True}), ("", {"device": "cpu"})])

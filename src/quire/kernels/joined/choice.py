@@ -9,8 +9,11 @@ from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
 # (H200, docs/performance.md). With 4 heads and one row both take as long; with 8 a step took 5% to 11% longer.
 FEWEST_ROWS = {2: 1, 4: 2}
 # `decode_clusters`: heads and numbers of query heads with which it was measured. With more clusters (sequences times KV
-# heads) it was faster for short contexts only: four sequences of 8,000 tokens took 8% longer.
+# heads) it was faster for short contexts only: four sequences of 8,000 tokens took 8% longer. A sequence has 8 blocks
+# for a KV head, which read less at a time than the whole GPU: with 8 KV heads a step was 24% faster after 512 tokens,
+# 7% after 8,000, and would be slower after 14,000.
 CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS = 128, 8, 16
+CLUSTER_CONTEXT = 1024  # tokens of the longest context, for each KV head
 
 
 class JoinedDecodes(NamedTuple):
@@ -27,7 +30,7 @@ class JoinedDecodes(NamedTuple):
 
 
 def choose_decodes(
-    mixer: GroupedArgs, heads: tuple[int, int], *, eager: bool, eight_bits: bool, clusters: str
+    mixer: GroupedArgs, heads: tuple[int, int], *, eager: bool, eight_bits: bool, clusters: str, context: int
 ) -> JoinedDecodes:
     """Choose for an attention layer, with kernels for a GPU.
 
@@ -35,8 +38,10 @@ def choose_decodes(
     eager        steps are not captured as CUDA graphs, so that each operation can be seen
     eight_bits   the KV cache has 8 bits
     clusters     reason why `decode_clusters` cannot run here, or ""
+    context      tokens of the longest sequence
     """
     each = heads[0] // heads[1]
+    seen, most = min(context, mixer.window or context), CLUSTER_CONTEXT * heads[1]
     words = f"with {each} query head{'s' * (each != 1)} of a KV head"
     neither = {
         "enforce_eager runs each operation by itself": eager,
@@ -50,6 +55,7 @@ def choose_decodes(
         f"heads of {mixer.head_dim} dimensions were not measured": mixer.head_dim != CLUSTER_DIM,
         f"{each} query heads of a KV head were not measured": each > CLUSTER_QUERIES,
         f"{heads[1]} KV heads were slower in long contexts": heads[1] > MOST_CLUSTERS,
+        f"above {most:,} tokens of context it may be slower, and max_model_len is {context:,}": seen > most,
         "scores are capped": mixer.scores.soft_cap is not None,
         "contexts are cut into chunks": (mixer.window or 0) < 0,
     }
