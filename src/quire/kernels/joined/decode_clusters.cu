@@ -51,7 +51,8 @@ __host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int PAIRS = EVEN / 2 * OWN;                          // results of a block, two lanes each
 constexpr int SHARE = least(least(32, UNITS), power_below(WARPS * 32 / PAIRS));  // threads that add up a pair
-static_assert((UNITS & (UNITS - 1)) == 0 && LANES <= 16 && D % (8 * CLUSTER) == 0 && CHUNKS >= 8 && CHUNKS <= 32 && SIZE % PIECE == 0, "sizes");
+static_assert(LANES <= 16 && D % (8 * CLUSTER) == 0 && CHUNKS >= 8 && CHUNKS <= 32 && SIZE % PIECE == 0, "sizes");
+static_assert((UNITS & (UNITS - 1)) == 0, "threads beside each other add up the units");
 
 __device__ __forceinline__ float widen(u32 bits) {
 #if HALF
