@@ -69,7 +69,7 @@ def moe_plans(
             asked = {what: name for what, name in (("experts", kernel), ("dispatcher", dispatcher)) if name}
             try:
                 hardware = _hardware(one, probe, eager, hosts)
-                found.append(resolve_moe(args, one.scheme, parallel, hardware, phase, asked))
+                found.append(_resolved(args, one.scheme, parallel, hardware, phase, asked, backend))
             except ConfigError as error:
                 if kernel:
                     raise
@@ -78,6 +78,25 @@ def moe_plans(
         if parallel.lockstep and isinstance(made, MoEPlan):
             check_backend(backend, made)
     return plans
+
+
+def _resolved(
+    args: ModelArgs,
+    scheme: Scheme | None,
+    parallel: Parallel,
+    hardware: Hardware,
+    phase: str,
+    asked: dict[str, str],
+    backend: str,
+) -> MoEPlan:
+    """Return `resolve_moe` of these arguments; a dispatcher that stands for DeepEP gives way where it cannot run."""
+    try:
+        return resolve_moe(args, scheme, parallel, hardware, phase, asked)
+    except ConfigError:
+        if "dispatcher" not in asked or not backend.startswith("deepep"):
+            raise
+        rest = {what: name for what, name in asked.items() if what != "dispatcher"}
+        return resolve_moe(args, scheme, parallel, hardware, phase, rest)
 
 
 def _joined(found: Sequence[MoEPlan | str]) -> MoEPlan | str:

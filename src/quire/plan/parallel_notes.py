@@ -110,7 +110,8 @@ def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
     if args.moe is not None and parallel.lockstep and backend.startswith("deepep") and backend in BACKENDS:
         ((phase, name),) = BACKENDS[backend].items()
         yield (
-            f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
+            f"{asked} is taken as Quire's dispatcher {name} in {phase}, where it can join these ranks (up to 8 GPUs of "
+            f"one host), else Quire chooses; DeepEP itself is not used. For "
             f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses."
         )
 

@@ -1,6 +1,6 @@
 """A random walk over sets of features on the mock: 30 random requests get their tokens, and nothing leaks.
 
-A number is the seed of its engine and of its requests: `walk(number)` repeats one. 12 engines; 2,000 in the full run.
+A number is the seed of its engine and of its requests: `walk(number)` repeats one. 39 engines; 2,000 in the full run.
 """
 
 import random
@@ -22,7 +22,7 @@ from ...support.replica_rig import RepeatableMock, ReplicaRig
 from ...support.tier_ledger import TierLedger
 from .conftest import EngineRig
 
-ENGINES, REQUESTS = 2000 if FULL else 12, 30
+ENGINES, REQUESTS = 2000 if FULL else 39, 30
 VOCAB, MAX_LEN = 7, 60
 NOTES = [[letter, (letter + 1) % 3, *[letter] * 8] for letter in range(3)]  # texts that prompts reuse
 STEMS = [[], [0] * 12, [0, 1] * 8, [2] * 20]

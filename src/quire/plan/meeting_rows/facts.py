@@ -64,7 +64,6 @@ FACTS: Mapping[str, Callable[[Inputs], object]] = {
     "most_redundant": lambda i: i.num_experts * (i.parallel.expert_ranks - 1),
     "more_ranks": lambda i: "--enable-expert-parallel and " * (not i.parallel.experts) + "-tp or -dp",
     "exchange": lambda i: i.config.parallel.all2all_backend,
-    "candidates": features.backend_refused,
     "idle_placement": features.idle_placement,
     "routing": lambda i: i.config.load.routing,
     "method": lambda i: i.method,

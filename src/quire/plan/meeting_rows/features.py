@@ -19,21 +19,10 @@ from quire.kernels.latent_rows import DS_MLA
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import operations
 from quire.plan.meeting_rows.records import Feature, Inputs
-from quire.plan.parallel_notes import BACKENDS
 
 SPEC, FLOAT = "--speculative-config", ("auto", "float32", "float")
 RECURRENT: tuple[type[RecurrentArgs], ...] = get_args(RecurrentArgs)
 Test = Callable[[Inputs], bool]
-
-
-def backend_refused(i: Inputs) -> str:
-    """Return the reason why the dispatcher of --all2all-backend cannot run, with the candidates; "": it can."""
-    return next((why for phase in _asked(i) if isinstance(why := i.moe.get(phase), str)), "")
-
-
-def _asked(i: Inputs) -> Mapping[str, str]:
-    """Return phase -> dispatcher that --all2all-backend asks for."""
-    return BACKENDS.get(i.config.parallel.all2all_backend, {}) if i.parallel.lockstep else {}
 
 
 def idle_placement(i: Inputs) -> str:
@@ -211,7 +200,6 @@ RANKS: Mapping[str, Feature] = {
     "uneven slots": Feature(_odd_slots, "slots of experts that ranks cannot share equally"),
     "too many slots": Feature(_many_slots, "more slots of a rank than experts"),
     "exchange": Feature(given("all2all_backend"), "an exchange that was asked for", "--all2all-backend"),
-    "exchange cannot run": Feature(lambda i: bool(backend_refused(i)), "ranks or kernels that it cannot join"),
     "no exchange": Feature(
         of_model(lambda i, m: m.moe is None or not i.parallel.lockstep), "replicas that share no experts"
     ),

@@ -56,8 +56,6 @@ EXPERTS: tuple[Row, ...] = (
         "{experts} experts do not divide among {expert_ranks} ranks", "use {fitting_slots}"),
     Row("EPLB", "too many slots", REFUSED, "eplb_config: num_redundant_experts={redundant}: a rank would have more "
         "slots than there are experts ({experts})", "use at most {most_redundant}"),
-    Row("exchange", "exchange cannot run", REFUSED, "--all2all-backend {exchange}: {candidates}",
-        "leave out --all2all-backend, or change what a candidate lacks"),
     Row("exchange", "no exchange", IDLE, "--all2all-backend {exchange} changes nothing: every rank has the tokens of "
         "its experts, because no replicas share experts"),
     Row("round robin", "idle placement", IDLE,
@@ -176,6 +174,8 @@ INVARIANCE: tuple[Row, ...] = (
         "two orders of a sum", NO_INVARIANCE),
     Row("batch invariance", "recurrent layers on a GPU", MISSING, "prompts go through a state in chunks and decodes "
         "row by row, which are two orders of a sum", "use --device cpu, or leave out --batch-invariant"),
+    Row("batch invariance", "coded cache", MISSING, "its kernels read and write caches of the computation's type alone",
+        "leave out --kv-cache-dtype, or --batch-invariant"),
     Row("batch invariance", "gated shared experts on a CPU", MISSING, "PyTorch's sigmoid of a number depends on the "
         "numbers beside it", NO_INVARIANCE),
 )  # fmt: skip
@@ -198,7 +198,7 @@ ADAPTERS: tuple[Row, ...] = (
 )  # fmt: skip
 HOST_WEIGHTS: tuple[Row, ...] = (
     Row("weights in host memory", "a CPU", REFUSED, "cpu_offload_gb={cpu_offload}: the memory of a CPU is host memory, "
-        "so no weights can leave it", "leave out --cpu-offload-gb, or use --dtype bfloat16 or a quantized model"),
+        "so no weights can leave it", "leave out --cpu-offload-gb; a quantized model takes less memory"),
     Row("weights in host memory", "mock", REFUSED, "cpu_offload_gb={cpu_offload}: device=mock has no weights",
         "leave out --cpu-offload-gb"),
     Row("weights in host memory", "EPLB", MISSING, "experts move between ranks in the memory of the GPUs, and the "
