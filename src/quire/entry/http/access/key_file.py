@@ -104,6 +104,10 @@ def read_keys(path: Path, *, by_priority: bool) -> dict[str, KeyRules]:
         raise ConfigError(f"{where} is no file of keys in {kind}: {error}.") from None
     if not file.keys or len(file.keys) > MAX_KEYS:
         raise ConfigError(f"{where} has {len(file.keys)} keys: give 1 to {MAX_KEYS:,}.")
+    if secrets := {"key", "sha256"} & file.defaults.keys():
+        raise ConfigError(
+            f"{where}: {min(secrets)} in the defaults would be the same for all names: give it to a name."
+        )
     found, names = dict[str, KeyRules](), dict[bytes, str]()
     for name, fields in file.keys.items():
         try:
@@ -133,8 +137,8 @@ def _check(name: str, rules: KeyRules, by_priority: bool) -> None:
         if (value := getattr(rules, field)) is not None and value < 1:
             raise ConfigError(f"{field}={value}: must be at least 1, or be left out")
     for field in (*TIMEOUTS, "weight"):
-        if (value := getattr(rules, field)) is not None and not value > 0:
-            raise ConfigError(f"{field}={value}: must be above 0, or be left out")
+        if (value := getattr(rules, field)) is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{field}={value}: must be above 0 and finite, or be left out")
     if rules.priority is not None and not by_priority:
         raise ConfigError("priority needs --scheduling-policy priority")
     if not -(2**31) <= (rules.priority or 0) < 2**31:

@@ -59,6 +59,8 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
         ('[keys.a]\nsha256 = "AB"', "key 'a': sha256 must be 64"),
         ('[keys.a]\nkey = "x"\nconcurrency = 0', "key 'a': concurrency=0: must be at least 1"),
         ('[keys.a]\nkey = "x"\nqueue_timeout = 0', "key 'a': queue_timeout=0.0: must be above 0"),
+        ('[keys.a]\nkey = "x"\nweight = inf', "key 'a': weight=inf: must be above 0 and finite"),
+        ('[defaults]\nkey = "x"\n[keys.a]', "key in the defaults would be the same for all names"),
         ('[keys.a]\nkey = "x"\nrequests_per_minut = 9', "requests_per_minut"),
         ('[keys.a]\nkey = "x"\npriority = 1', "key 'a': priority needs --scheduling-policy priority"),
         ('[keys."a b"]\nkey = "x"', "a name has 1 to 64 letters"),
