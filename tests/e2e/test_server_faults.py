@@ -46,11 +46,20 @@ def test_an_engine_outlives_no_killed_server() -> None:
 
 
 def test_a_hung_step_shows_and_does_not_keep_the_server_from_ending() -> None:
-    flags = ("--mock-step-ms", "60000", "--hang-timeout", "0.2", "--shutdown-timeout", "0.2")
+    flags = ("--mock-step-ms", "5000", "--hang-timeout", "0.2", "--shutdown-timeout", "0.2")
     with running_server(*MOCK, *flags) as server, ThreadPoolExecutor(1) as pool:
+        with socket.create_connection(("127.0.0.1", server.port)) as leaves:
+            body = b'{"prompt": "Once", "max_tokens": 30, "ignore_eos": true}'
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            leaves.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: "the engine hangs" in server.stderr, "a hung engine")
+        first = lambda: server.ask("/debug/requests").json()["requests"][0]  # noqa: E731
+        wait_until(lambda: first()["state"] == "abort", "its client to leave")
+        assert server.ask("/ready").json()["status"] == "hung" and set(server.metric("quire:ready").values()) == {0.0}
+        assert "goes on" not in server.stderr  # it is the same step
+        wait_until(lambda: server.ask("/ready").status == 200, "the end of the step")
         stream = pool.submit(server.complete)
-        wait_until(lambda: server.ask("/ready").status == 503, "a hung engine")
-        assert server.ask("/ready").json()["status"] == "hung"
+        wait_until(lambda: server.ask("/ready").status == 503, "another hang")
         assert server.ask("/health").status == server.ask("/live").status == 200
         core = server.core_pid
         server.signal(signal.SIGTERM)

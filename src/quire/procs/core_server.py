@@ -18,6 +18,7 @@ from quire.engine.replicas import Core, Replicas, check_adapter, flush
 from quire.procs.block_map import block_map
 from quire.procs.failures import failed, rejected
 from quire.procs.front_ends import FrontPlace, owner, parts
+from quire.procs.hang_note import note_hang
 from quire.procs.life import Life
 from quire.procs.live_feed import LiveFeed
 from quire.procs.messages import (
@@ -154,7 +155,7 @@ def run_core(start: CoreStart, build: Build) -> int:
             return 1
         sockets.send(ready)
         try:
-            watch = StepWatch("the engine", start.hang_timeout)
+            watch = StepWatch("the engine", start.hang_timeout, partial(note_hang, start.places[0]))
             with watch.looking():
                 return serve_core(core, sockets.receive, sockets.send, watch, renews=start.config.life.restart > 0)
         finally:

@@ -20,7 +20,7 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of an engine core: a line (`start_line`) on the standard input of its process.
 
     places      the front ends, in order; they name the sockets
-    hang_timeout   seconds after which the core logs where a step hangs
+    hang_timeout   seconds after which the core logs where a step hangs, and tells the front ends
     log_format   "text" or "json"
     """
 

@@ -31,10 +31,12 @@ class StepWatch:
 
     name      of the process, such as "rank 1"
     seconds   time after which a step is reported, once
+    note      called with the time at which a step began that hangs, and with None when it has ended
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
-        self._name, self._seconds = name, seconds
+    def __init__(self, name: str, seconds: float, note: Callable[[float | None], None] = lambda since: None) -> None:
+        self._name, self._seconds, self._note = name, seconds, note
+        self._lock = threading.Lock()  # no step is noted after its end
         self._steps: deque[Begun] = deque()  # oldest first
         self._told: Begun | None = None
 
@@ -44,7 +46,10 @@ class StepWatch:
 
     def end(self) -> None:
         """Note that the oldest step has ended."""
-        if self._steps.popleft() is self._told:
+        with self._lock:
+            if told := self._steps.popleft() is self._told:
+                self._note(None)
+        if told:
             LOG.warning("%s goes on: the step ended after all.", self._name)
 
     def run(self, step: Callable[[], T], words: Callable[[], str]) -> T:
@@ -57,10 +62,12 @@ class StepWatch:
 
     def look(self) -> None:
         """Log a report if the oldest step takes too long. Each step is reported once."""
-        oldest = next(iter(self._steps), None)
-        if oldest is None or oldest is self._told or time.monotonic() - oldest[1] < self._seconds:
-            return
-        self._told = oldest
+        with self._lock:
+            oldest = next(iter(self._steps), None)
+            if oldest is None or oldest is self._told or time.monotonic() - oldest[1] < self._seconds:
+                return
+            self._told = oldest
+            self._note(oldest[1])
         stands = "".join(f"\n  {name}: {where}" for name, where in _threads())
         LOG.error("%s hangs: %s has run for %.0f s.%s", self._name, oldest[0](), time.monotonic() - oldest[1], stands)
 

@@ -7,6 +7,7 @@ several tokens at once later. Knows nothing of HTTP; never imports torch.
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -46,6 +47,7 @@ from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Heard, Launch, LaunchFront
 from quire.procs.failures import rebuilt
 from quire.procs.front_ends import ALONE, FrontPlace
+from quire.procs.hang_note import hung_since
 from quire.procs.parent import start_line
 from quire.text.load import TextSide, load_text
 from quire.text.output_styles import choose_styles
@@ -116,8 +118,10 @@ class ServedEngine:
 
     @property
     def last_step_age(self) -> float | None:
-        """Seconds since the core's last outputs; None when no prompt is live."""
-        return time.monotonic() - self._last_sign if self._live else None
+        """Seconds since the core's last outputs, or of its step that hangs; None when no prompt is live here, and no
+        step hangs."""
+        sign = min(hung_since(self._client.place), self._last_sign if self._live else math.inf)
+        return None if sign == math.inf else time.monotonic() - sign
 
     def requests(self, tenant: str | None = "") -> list[dict[str, object]]:
         """Return records of a tenant's live prompts, then of its last finished ones. In both the newest comes first.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import threading
 import time
@@ -35,11 +36,13 @@ from quire.entry.core_process import build
 from quire.entry.http import engine as module
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.life.state import EngineState
+from quire.entry.http.readiness import readiness
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.observe.restarts import RestartTally
 from quire.procs.core_client import CoreClient
+from quire.procs.hang_note import hung_since, note_hang
 
 from ....support.core_thread import CoreThread
 from ....support.mock_tokens import mock_tokens
@@ -659,6 +662,43 @@ def test_the_age_of_the_last_step_grows_while_a_step_hangs() -> None:
             held.set()
             await read(stream)
             assert engine.last_step_age is None
+
+    run(work())
+
+
+def test_a_hang_is_known_without_requests_here_until_its_core_goes_on_or_is_another() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            place, timeout = engine.place, 60.0
+            note_hang(place, time.monotonic() - 100.0)
+            told = readiness(engine, timeout)
+            assert told.status == "hung" and told.alive and "for 100 s" in told.reason
+            assert await read(open_one(engine, 1)) and readiness(engine, timeout).status == "hung"
+            note_hang(place, None)
+            assert readiness(engine, timeout).ready
+            note_hang(place.of_core(1), time.monotonic() - 100.0)
+            assert readiness(engine, timeout).ready
+
+    run(work())
+
+
+def test_a_core_notes_its_hang_and_the_end() -> None:
+    async def work() -> None:
+        async with serving(hang_timeout=0.01) as (engine, thread):
+            held, collect = threading.Event(), thread.core.executor.collect  # type: ignore[union-attr]
+
+            def hang() -> Any:
+                held.wait(PATIENCE)
+                return collect()
+
+            thread.core.executor.collect = hang  # type: ignore[union-attr, method-assign]
+            open_one(engine, 3).close()  # its client leaves at once
+            while hung_since(engine.place) == math.inf:
+                await asyncio.sleep(0.01)
+            assert engine.num_live == 0 and not readiness(engine, 0.01).ready
+            held.set()
+            while not readiness(engine, 0.01).ready:
+                await asyncio.sleep(0.01)
 
     run(work())
 
