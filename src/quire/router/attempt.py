@@ -16,6 +16,7 @@ from quire.router.upstream import Upstream, UpstreamError, read_all
 
 ELSEWHERE = (429, 503)  # statuses of a backend that is full, loading or ending: another one may take the request
 BROKEN = (500, 502, 504)  # statuses of a backend that fails; the client gets them
+LATE, OWN_LIMIT = 408, b"x-request-timeout"  # no step began it; header of a client that sets a limit of its own
 UNTOUCHED = ("connect", "files", *map(str, ELSEWHERE))  # faults after which a backend has certainly done nothing
 COSTLY = ("timeout", *map(str, ELSEWHERE))  # faults of backends that are there: a retry adds to the load
 
@@ -74,7 +75,7 @@ class Attempt:
                 self.connection = await self.backend.pool.ask(asked.method, asked.target, asked.headers, data)
                 self.first = await self.connection.read()
                 if (status := self.connection.status) not in ELSEWHERE:
-                    self._judge(status not in BROKEN)
+                    self._judge(_verdict(status, asked))
                     return None
                 rest = await read_all(self.connection)
         except TimeoutError:
@@ -94,6 +95,13 @@ class Attempt:
         if ok is False or not self._judged:
             self.backend.judged(self._trial, ok)
             self._judged, self._trial = True, False
+
+
+def _verdict(status: int, asked: Asked) -> bool | None:
+    """Return what an answer's status says to the circuit; see `Breaker.end`."""
+    if status == LATE and any(name == OWN_LIMIT for name, _ in asked.headers):
+        return None
+    return status not in (*BROKEN, LATE)
 
 
 async def race(

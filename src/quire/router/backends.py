@@ -181,11 +181,12 @@ async def check(backend: Backend, config: RouterConfig) -> str:
         return str(error)
     if status != 200:
         return f"{path} answers {status}"
-    ending = _told(body).status == "draining"
+    told = _told(body).status
+    ending = told == "draining"
     if ending != backend.ending:
         backend.ending = ending
         LOG.info("backend %s %s", backend.name, "drains: it gets no new requests" if ending else "drains no more")
-    return ""
+    return "its engine hangs" if told == "hung" else ""  # its process answers 200, since it is alive
 
 
 async def residents(backend: Backend, config: RouterConfig) -> frozenset[str]:

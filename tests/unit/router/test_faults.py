@@ -249,16 +249,17 @@ def test_a_connection_that_closes_instead_of_a_second_answer(first_too: bool) ->
     run(work())
 
 
-def test_health_checks_take_a_backend_out_and_back() -> None:
+@pytest.mark.parametrize(("health", "told"), [(500, b""), (200, b'{"status":"hung"}')])
+def test_health_checks_take_a_backend_out_and_back(health: int, told: bytes) -> None:
     async def work() -> None:
         async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:
-            backends[0].health = 500
+            backends[0].health, backends[0].told = health, told
             while router.backends[0].up:
                 await asyncio.sleep(0.01)
             for _ in range(3):
                 assert is_whole((await stream(session, url, body_of()))[1])
             assert not backends[0].bodies
-            backends[0].health = 200
+            backends[0].health, backends[0].told = 200, b'{"status":"ready"}'
             while not router.backends[0].up:
                 await asyncio.sleep(0.01)
             for backend in backends:

@@ -59,6 +59,20 @@ def test_a_backend_that_fails_is_left_alone_and_tried_again() -> None:
     run(work())
 
 
+def test_a_backend_that_begins_nothing_is_left_alone_unless_clients_are_in_a_hurry() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, ClientSession() as session:
+            async with routed(backends, breaker_failures=1, breaker_seconds=60.0) as (router, url):
+                backends[0].refuse = 408
+                hurried = {"x-request-timeout": "0.001"}
+                for _ in range(2):
+                    await (await session.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=hurried)).read()
+                assert len(backends[0].bodies) == 1 and router.backends[0].usable
+                assert [(await ask(session, url))[0] for _ in range(4)] == [408, 200, 200, 200]
+
+    run(work())
+
+
 def test_503_says_when_to_come_again() -> None:
     async def work() -> None:
         async with mock_backends(2) as backends, ClientSession() as session:
