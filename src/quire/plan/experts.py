@@ -69,7 +69,7 @@ def moe_plans(
             asked = {what: name for what, name in (("experts", kernel), ("dispatcher", dispatcher)) if name}
             try:
                 hardware = _hardware(one, probe, eager, hosts)
-                found.append(_resolved(args, one.scheme, parallel, hardware, phase, asked, backend))
+                found.append(_resolved(args, one.scheme, parallel, hardware, phase, asked=asked, backend=backend))
             except ConfigError as error:
                 if kernel:
                     raise
@@ -86,6 +86,7 @@ def _resolved(
     parallel: Parallel,
     hardware: Hardware,
     phase: str,
+    *,
     asked: dict[str, str],
     backend: str,
 ) -> MoEPlan:
