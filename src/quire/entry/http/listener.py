@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 from quire.entry.http.access.certificate import check_certificate, end_of
+from quire.entry.http.access.doorway import Doorway
 from quire.entry.http.observed.request_lines import AccessLog
 from quire.entry.http.protocol import NO_LOG, ConnectionLimits, LimitedProtocol, Traffic
 from quire.entry.http.sockets import BACKLOG, max_connections
@@ -21,16 +22,25 @@ KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual pro
 
 
 class _Server(uvicorn.Server):
+    most: int  # connections
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Override a method of uvicorn: install no signal handlers, because Quire's server has its own."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Override a method of uvicorn: the length of a socket's queue is not the number of accepts per turn."""
-        await super().startup(sockets)
+        """Override a method of uvicorn: count and time handshakes."""
+        await super().startup([])
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        state, kept = self.server_state, self.lifespan.state
+        make = functools.partial(protocol, config=self.config, server_state=state, app_state=kept)
         for each in sockets or ():
-            each.listen(BACKLOG)
+            door = Doorway(make, each, self.config.ssl, self.config.backlog, self._room)
+            self.servers.append(door)  # type: ignore[arg-type]
+
+    def _room(self) -> int:
+        return self.most - len(self.server_state.connections)
 
 
 class HttpListener:
@@ -79,6 +89,7 @@ class HttpListener:
         self._settings, self._config = settings, config
         self.certificate_end = None if config.ssl_certfile is None else end_of(config.ssl_certfile)
         self._server = _Server(settings)
+        self._server.most = limits.max_connections
         self._begun = False
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
