@@ -14,7 +14,9 @@ import json
 import multiprocessing
 import random
 import socket
+import ssl
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -180,6 +182,26 @@ async def _paths(port: int, end: float, got: Outcome) -> None:
             peer.close()
 
 
+async def _silent(port: int, end: float, got: Outcome) -> None:
+    """1,000 connections that send nothing, each opened again when the server has closed it."""
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            got["sent"] += 1
+            peer = await Peer.connect(port)
+            try:
+                async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                    await peer.reader.read()
+                got["closed"] += 1
+            except ConnectionError:
+                got["closed"] += 1
+            except TimeoutError:
+                got["open at the end"] += 1
+            peer.close()
+
+    await asyncio.gather(*(one() for _ in range(1000)))
+
+
 def _of_a_key() -> bytes:
     return request(body=completion(), key=f"sk-{random.randrange(KEYS)}")
 
@@ -239,6 +261,8 @@ ATTACKS: dict[str, tuple[Callable[[], Attacker], float]] = {
     "deep JSON": (lambda: many(body("/v1/chat/completions", b'{"messages":' + b"[" * (BODY - 20)), 4), 1),
     "wide JSON": (lambda: many(body("/v1/completions", _wide()), 4), 1),
     "chunks of one byte": (lambda: many(_chunks, 4), 1),
+    "TLS: none": (lambda: many(lambda: b"", 0), 1),
+    "TLS: silent": (lambda: _silent, 3),
 }
 
 
@@ -261,10 +285,15 @@ def attack_in_child(name: str, port: int, seconds: float, results: Any) -> None:
 
 @dataclass
 class User:
-    """The one who has done nothing wrong. `seconds`: time of each of its requests. `peak`: most memory meanwhile."""
+    """The one who has done nothing wrong. With `tls`, each of its requests has a connection of its own.
+
+    seconds  times of its requests
+    peak     most memory meanwhile
+    """
 
     port: int
     pids: list[int]
+    tls: bool = False
 
     def __post_init__(self) -> None:
         self.seconds: list[float] = []
@@ -272,20 +301,32 @@ class User:
 
     def ask(self, until: Callable[[], bool]) -> None:
         """Send requests until it is enough."""
-        sent = request(body=completion(), key="sk-user")
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as peer:
-            while not until():
-                begin = time.perf_counter()
-                peer.sendall(sent)
-                answer = b""
-                while b"\r\n\r\n" not in answer or not answer.endswith(b"}"):
-                    piece = peer.recv(65536)
-                    assert piece, "the server has left the user"
-                    answer += piece
-                assert answer.startswith(b"HTTP/1.1 200 "), answer[:300]
-                self.seconds.append(time.perf_counter() - begin)
-                self.peak = max(self.peak, memory(self.pids))
-                time.sleep(0.005)
+        peer: socket.socket | None = None
+        while not until():
+            begin = time.perf_counter()
+            peer = peer or self._connect()
+            self._request(peer)
+            self.seconds.append(time.perf_counter() - begin)
+            self.peak = max(self.peak, memory(self.pids))
+            if self.tls:
+                peer.close()
+                peer = None
+            time.sleep(0.005)
+        if peer is not None:
+            peer.close()
+
+    def _connect(self) -> socket.socket:
+        peer = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        return ssl._create_unverified_context().wrap_socket(peer) if self.tls else peer
+
+    def _request(self, peer: socket.socket) -> None:
+        peer.sendall(request(body=completion(), key="sk-user"))
+        answer = b""
+        while b"\r\n\r\n" not in answer or not answer.endswith(b"}"):
+            piece = peer.recv(65536)
+            assert piece, "the server has left the user"
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 200 "), answer[:300]
 
 
 def memory(pids: list[int]) -> int:
@@ -301,7 +342,7 @@ def measure(name: str, factor: float, seconds: float, port: int, pids: list[int]
     )
     child.start()
     assert results.get() == "ready"
-    user, before, cpu = User(port, pids), memory(pids), cpu_seconds(pids[0]) or 0.0
+    user, before, cpu = User(port, pids, is_tls(name)), memory(pids), cpu_seconds(pids[0]) or 0.0
     begin = time.monotonic()
     user.ask(lambda: not results.empty() and time.monotonic() > begin + 1)
     used, took = (cpu_seconds(pids[0]) or 0.0) - cpu, time.monotonic() - begin
@@ -333,6 +374,19 @@ def key_file(folder: str) -> str:
     return str(path)
 
 
+def certificate(folder: str) -> tuple[str, ...]:
+    """Make a certificate. Return the flags of a server that has it."""
+    key, made = str(Path(folder, "key.pem")), str(Path(folder, "cert.pem"))
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    subprocess.run([*command.split(), "-keyout", key, "-out", made], capture_output=True, check=True)
+    return ("--ssl-certfile", made, "--ssl-keyfile", key)
+
+
+def is_tls(name: str) -> bool:
+    """Return True for an attack on a server with TLS."""
+    return name.startswith("TLS")
+
+
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -355,10 +409,14 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--api-key-file", key_file(folder), "--max-num-seqs", str(SLOTS))
-        with mock_server(STEP_MS, 1, *flags) as server:
-            pids = [server.pid, *children(server.pid)]
-            User(server.port, pids).ask(iter([False] * 50 + [True]).__next__)
-            rows = [measure(name, factor, args.seconds, server.port, pids) for name, factor in chosen.items()]
+        for tls in (False, True):
+            attacks = {name: factor for name, factor in chosen.items() if is_tls(name) is tls}
+            if not attacks:
+                continue
+            with mock_server(STEP_MS, 1, *flags, *(certificate(folder) if tls else ())) as server:
+                pids = [server.pid, *children(server.pid)]
+                User(server.port, pids, tls).ask(iter([False] * 50 + [True]).__next__)
+                rows += [measure(name, factor, args.seconds, server.port, pids) for name, factor in attacks.items()]
     if args.json:
         print(json.dumps(rows, indent=1))
     else:

@@ -11,6 +11,7 @@ import http.client
 import json
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def mock_server(step_ms: float, interval: int, *flags: str) -> Iterator[Server]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            if not _wait_until_ready(process, port):
+            if not _wait_until_ready(process, port, tls="--ssl-certfile" in flags):
                 output.seek(0)
                 reason = (output.read().strip().splitlines() or ["no output"])[-1]
                 raise EngineDead(f"the measured server did not start: {reason}")
@@ -117,10 +119,15 @@ def mock_server(step_ms: float, interval: int, *flags: str) -> Iterator[Server]:
             _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
+    kind = (
+        partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
+        if tls
+        else http.client.HTTPConnection
+    )
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline and process.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = kind("127.0.0.1", port, timeout=5)
         try:
             connection.request("GET", "/ready")
             if connection.getresponse().status == 200:

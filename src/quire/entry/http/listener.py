@@ -33,14 +33,11 @@ class _Server(uvicorn.Server):
         """Override a method of uvicorn: count and time handshakes."""
         await super().startup([])
         protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        state, kept = self.server_state, self.lifespan.state
-        make = functools.partial(protocol, config=self.config, server_state=state, app_state=kept)
+        state = self.server_state
+        make = functools.partial(protocol, config=self.config, server_state=state, app_state=self.lifespan.state)
         for each in sockets or ():
-            door = Doorway(make, each, self.config.ssl, self.config.backlog, self._room)
-            self.servers.append(door)  # type: ignore[arg-type]
-
-    def _room(self) -> int:
-        return self.most - len(self.server_state.connections)
+            accept = functools.partial(Doorway, make, each, self.config.ssl, self.config.backlog)
+            self.servers.append(accept(lambda: self.most - len(state.connections)))  # type: ignore[arg-type]
 
 
 class HttpListener:

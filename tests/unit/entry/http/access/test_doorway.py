@@ -137,5 +137,5 @@ def test_failed_accepts_are_told_once(caplog: pytest.LogCaptureFixture, monkeypa
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert [words for _, _, words in caplog.record_tuples] == [
-        "no connection can be accepted (Too many open files): the server tries again each second."
+        "no connection can be accepted (Too many open files): tried again each second."
     ]
