@@ -23,7 +23,7 @@ from quire.kernels.joined import decode_clusters
 from quire.kernels.joined.decode_clusters import Tiling
 from quire.kernels.joined.inputs import HeadInputs
 
-from ..support.decodes import make
+from ..support.decodes import decode_step
 
 ONE = Case((1,), (640,), heads=(32, 4), head_dim=128, block_size=128)
 EDGES = Case((1,) * 7, (1, 2, 15, 16, 17, 33, 129), heads=(16, 8), head_dim=128, block_size=64)
@@ -36,8 +36,8 @@ CASES = [ONE, EDGES, LONG, ODD, DRAFTED, WIDE, MANY]
 
 
 def on_gpu(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
-    """Return a step of decodes as `make` does, on the GPU."""
-    qkv, given, kv, meta = make(case, dtype, normed=normed)
+    """Return a step of decodes as `decode_step` does, on the GPU."""
+    qkv, given, kv, meta = decode_step(case, dtype, normed=normed)
     arena = torch.stack((kv.k, kv.v), 1).cuda()  # keys and values lie in one block, as in the engine
     norm = None if given.norm is None else given.norm.cuda()
     tensors: dict[str, Any] = {name: one.cuda() for name, one in vars(meta).items() if isinstance(one, Tensor)}

@@ -23,7 +23,7 @@ from quire.plan.kinds.blocks import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 
-from ..support.decodes import make
+from ..support.decodes import decode_step
 from ..support.filled_models import fill, normal
 from ..support.launches import launches
 from ..support.tiny_models import Tiny, tiny_config
@@ -67,7 +67,7 @@ def test_as_the_two_kernels(
     case: Case, dtype: torch.dtype, normed: bool, window: int | None, soft_cap: float | None, sunk: bool
 ) -> None:
     """The cache is the same, and attention to the rounding of sums. Steps do not depend on those before."""
-    qkv, given, kv, meta = make(case, dtype, normed=normed)
+    qkv, given, kv, meta = decode_step(case, dtype, normed=normed)
     sinks = torch.linspace(-2, 6, case.heads[0]) if sunk else None
     own = KVView(kv.k.clone(), kv.v.clone())
     q = heads.prepare(qkv, given.norm, given.eps, given.cos, given.sin, kv, meta.kv_slots)
@@ -104,7 +104,7 @@ def test_layer() -> None:
     block = made_block()
     assert isinstance(block.attention, Attention) and block.attention.joined is not None
     heads = block.attention.num_heads, block.attention.num_kv_heads
-    _, given, kv, meta = make(
+    _, given, kv, meta = decode_step(
         Case((1, 1), (70, 9), heads=heads, head_dim=64, block_size=64), torch.bfloat16, normed=True
     )
     x = torch.randn(2, block.attention.qkv.in_features).bfloat16()

@@ -10,7 +10,7 @@ from quire.kernels.attention.inputs import Case
 from quire.kernels.joined.inputs import HeadInputs
 
 
-def make(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
+def decode_step(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, HeadInputs, KVView, AttentionMeta]:
     """Return a step of decodes: projection, norm and angles, a cache without the newest tokens, lengths."""
     _, kv, meta = inputs.make(case, dtype)
     (num_heads, kv_heads), dim, tokens = case.heads, case.head_dim, sum(case.query_lens)

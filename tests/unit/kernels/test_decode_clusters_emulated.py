@@ -16,7 +16,7 @@ from quire.kernels.joined import decode_clusters
 from quire.kernels.joined.decode_clusters import SOURCE, Tiling
 
 from ...support.cuda_emulated import EmulatedKernel
-from ...support.decodes import make
+from ...support.decodes import decode_step
 
 if not shutil.which("g++") or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
     pytest.skip("needs a compiler, and a CPU that rounds to float16", allow_module_level=True)
@@ -59,7 +59,7 @@ def test_as_the_reference(
     kernel = EmulatedKernel(SOURCE, dict(defines), "decode_clusters", tmp_path)
     monkeypatch.setattr(decode_clusters, "kernel_of", lambda *_: kernel)
     monkeypatch.setattr(decode_clusters, "TILING", tiling)
-    qkv, given, kv, meta = make(case, dtype, normed=norm is not None)
+    qkv, given, kv, meta = decode_step(case, dtype, normed=norm is not None)
     if given.norm is not None and norm is not None:
         given = replace(given, norm=given.norm.to(norm))
     order = torch.arange(len(meta.block_tables)).flip(0)

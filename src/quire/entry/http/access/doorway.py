@@ -45,6 +45,7 @@ class Doorway:
         """Accept no more connections. End all handshakes."""
         self._closed = True
         self._loop.remove_reader(self.listener)
+        self.listener.close()  # as asyncio's server does: further connections are refused
         for task in self._shaking:
             task.cancel()
 
