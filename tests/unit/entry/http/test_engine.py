@@ -692,9 +692,10 @@ def test_a_core_notes_its_hang_and_the_end() -> None:
                 return collect()
 
             thread.core.executor.collect = hang  # type: ignore[union-attr, method-assign]
-            open_one(engine, 3).close()  # its client leaves at once
+            asked = open_one(engine, 3)
             while hung_since(engine.place) == math.inf:
                 await asyncio.sleep(0.01)
+            asked.close()  # its client leaves, and the engine hangs all the same
             assert engine.num_live == 0 and not readiness(engine, 0.01).ready
             held.set()
             while not readiness(engine, 0.01).ready:
