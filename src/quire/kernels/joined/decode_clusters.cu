@@ -3,8 +3,7 @@
 // A cluster computes a sequence's attention for a KV head and all its query heads. The context is cut into pieces of
 // 16 tokens, which the cluster's warps ("units") take in turn; the step's own tokens are the last piece. Pieces go to
 // shared memory before the wait for the projection, as far as there is room. So what is left behind it is one trip to
-// memory, two products, and the sum of the units through the shared memory of the cluster's blocks, always in the same
-// order.
+// memory, two products, and the sum of the units through the cluster's shared memory, always in the same order.
 //
 // The first launch of a step waits before it reads anything: the kernels of the step's lengths, slots and angles may
 // run still, since those behind them let later kernels start before their own wait. Later launches of the step start
