@@ -17,7 +17,7 @@ SHARED = 227 * 1024  # bytes that a block of Hopper can have
 def test_shared_memory_is_enough() -> None:
     lanes = range(1, MOST_LANES + 1)
     assert max(shared_bytes(CLUSTER_DIM, n, TILING) for n in lanes) <= SHARED
-    assert MOST_CLUSTERS * TILING.blocks <= 132, "all blocks run at the same time"
+    assert MOST_CLUSTERS * TILING.blocks <= 132, "no more blocks than an H200 has multiprocessors"
 
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())

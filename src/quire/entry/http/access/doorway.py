@@ -43,6 +43,8 @@ class Doorway:
 
     def close(self) -> None:
         """Accept no more connections. End all handshakes."""
+        if self._closed:
+            return
         self._closed = True
         self._loop.remove_reader(self.listener)
         self.listener.close()  # as asyncio's server does: further connections are refused

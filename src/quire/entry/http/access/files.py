@@ -11,9 +11,7 @@ def check_files(config: ServerConfig, *, by_priority: bool) -> list[str]:
     """Return sentences about the configuration and the files that it names. Raises `ConfigError` for one that cannot be
     used. by_priority: requests are served by priority"""
     access, certificate = config.access, config.http.ssl_certfile
-    lines = [
-        "The files can be used. What depends on the model and the devices is checked by a start, and by quire explain."
-    ]
+    lines = ["The files can be used. What depends on model and devices is checked by a start, and by quire explain."]
     if access.api_key_file is not None:
         keyring = Keyring(access, by_priority=by_priority)
         lines.append(f"{keyring.num_named} API keys are in {access.api_key_file}.")

@@ -139,3 +139,16 @@ def test_failed_accepts_are_told_once(caplog: pytest.LogCaptureFixture, monkeypa
     assert [words for _, _, words in caplog.record_tuples] == [
         "no connection can be accepted (Too many open files): tried again each second."
     ]
+
+
+def test_a_doorway_closes_twice_and_refuses_from_then_on() -> None:
+    async def work() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        door = Doorway(asyncio.Protocol, listener, None, 8, lambda: 8)
+        door.close()
+        door.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+
+    asyncio.run(work())
