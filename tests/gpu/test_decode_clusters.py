@@ -1,6 +1,5 @@
 """Decodes from the projection on in clusters of blocks, beside the two kernels in Triton that they replace."""
 
-from ctypes import c_void_p
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention.inputs import Case
-from quire.kernels.cuda_source import CudaSource, missing
+from quire.kernels.cuda_source import missing
 
 if why := missing():
     pytest.skip(why, allow_module_level=True)
@@ -24,6 +23,7 @@ from quire.kernels.joined.decode_clusters import Tiling
 from quire.kernels.joined.inputs import HeadInputs
 
 from ..support.decodes import decode_step
+from ..support.late_kernels import LateCopy
 
 ONE = Case((1,), (640,), heads=(32, 4), head_dim=128, block_size=128)
 EDGES = Case((1,) * 7, (1, 2, 15, 16, 17, 33, 129), heads=(16, 8), head_dim=128, block_size=64)
@@ -84,32 +84,14 @@ def test_as_the_two_kernels(
         torch.testing.assert_close(written, wanted, rtol=8e-3, atol=1e-6, equal_nan=True)
 
 
-LATE = """
-extern "C" __global__ void late(const uint4 *from, uint4 *to) {
-    unsigned long long begin, now;
-    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (now - begin < 2000000);
-    to[threadIdx.x] = from[threadIdx.x];
-}
-extern "C" __global__ void between() {
-    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
-}
-"""
-
-
 def test_the_first_launch_of_a_step_finds_what_a_kernel_before_the_last_one_writes(tmp_path: Path) -> None:
     """Angles, lengths and slots: their kernels run still when the kernel starts, since no other one waits first."""
-    (path := tmp_path / "late.cu").write_text(LATE)
-    late, between = (CudaSource(path).kernel(name) for name in ("late", "between"))
+    copy = LateCopy(tmp_path)
     qkv, given, kv, meta = on_gpu(ONE, torch.bfloat16, normed=True)
     expected = decode_clusters.attention(qkv, given, kv, replace(meta, plans={}), 0.1)
     for _ in range(3):
         cos = torch.zeros_like(given.cos)
-        torch.cuda.synchronize()
-        args = [c_void_p(given.cos.data_ptr()), c_void_p(cos.data_ptr())]
-        late.launch((1,), (cos.nbytes // 16,), args, pdl=True)
-        between.launch((1,), (32,), [], pdl=True)
+        copy.launch(given.cos, cos)
         actual = decode_clusters.attention(qkv, replace(given, cos=cos), kv, replace(meta, plans={}), 0.1)
         assert torch.equal(actual, expected)
 

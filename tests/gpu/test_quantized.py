@@ -28,13 +28,15 @@ from ..support.quantized_cases import WORDS as IN_WORDS
 LARGE = (
     Call(1, 1024, 4096, norm=True), Call(1, 1024, 12288, residual=True), Call(2, 2048, 2048, norm=True, gated=True),
     Call(17, 4096, 1024, bias=True), Call(64, 1024, 4096, residual=True), Call(65, 2048, 768, norm=True, gated=True),
-    Call(256, 1024, 2048, residual=True), Call(1000, 2048, 2176, norm=True),
+    Call(256, 1024, 2048, residual=True), Call(1000, 2048, 2176, norm=True), Call(1, 2048, 4096, norm=True),
+    Call(1, 1024, 2176, norm=True, gated=True), Call(1, 2112, 12288, residual=True),
 )  # fmt: skip
 WORDS = (
     Call(1, 1000, 1152, bias=True), Call(3, 72, 1152, gated=True, bias=True), Call(9, 1001, 1152, residual=True),
     Call(40, 1000, 1152, gated=True, bias=True), Call(40, 16384, 1152), Call(64, 1000, 1152, residual=True),
     Call(100, 1000, 1152), Call(256, 520, 1152, gated=True), Call(300, 72, 1152, gated=True, bias=True),
-    Call(1000, 1000, 1152, bias=True, residual=True),
+    Call(1000, 1000, 1152, bias=True, residual=True), Call(1, 2080, 1152, norm=True),
+    Call(1, 1000, 1152, norm=True, gated=True), Call(1, 2048, 12288, residual=True), Call(40, 1000, 1152, norm=True),
 )  # fmt: skip
 
 
@@ -95,6 +97,7 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
         pytest.skip(why)
     for away in ((), (1, 4)):
         compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)
+    compare_experts(SCALED[kind], tokens, 8, 4, 2048, 384, torch.bfloat16, device, 2e-2, residual=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 3000])

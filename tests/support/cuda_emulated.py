@@ -39,7 +39,7 @@ class EmulatedKernel:
         made, library = folder / "emulated.cpp", folder / "emulated.so"
         entry = ENTRY.replace("KERNEL", name)
         made.write_text(f'#include "{THREADS}"\n{_translated(text)}\n{entry}')
-        options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(["-mf16c"] if defines["HALF"] else [])]
+        options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *(["-mf16c"] if defines.get("HALF") else [])]
         subprocess.run(["g++", *options, *macros, "-o", library, made], check=True)
         self._launch: Any = ctypes.CDLL(str(library)).launch
         self._launch.restype = ctypes.c_char_p
@@ -48,16 +48,17 @@ class EmulatedKernel:
 
     def launch(
         self,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         block: tuple[int],
         args: Sequence[Any],
         *,
         shared_bytes: int,
-        cluster: tuple[int],
+        cluster: tuple[int] = (1,),
         pdl: bool,
     ) -> None:
         then = ctypes.CFUNCTYPE(None)(self.released)
-        fault = self._launch(ctypes.byref(args[0]), *grid, *cluster, *block, shared_bytes, self.early, then)
+        x, y = (*grid, 1)[:2]
+        fault = self._launch(ctypes.byref(args[0]), x, y, *cluster, *block, shared_bytes, self.early, then)
         assert not fault, fault.decode()
 
 

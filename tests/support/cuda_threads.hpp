@@ -45,9 +45,10 @@ static std::vector<Warp> warps;
 static Meeting cluster, grid;
 static Fiber *self;
 static ucontext_t scheduler;
-static int threads, early;
+static int threads, early, shared_size;
 static void (*start)(), (*released)();
 static char fault[200];
+constexpr int BEHIND = 1024;  // bytes behind shared memory that stay as they are
 static Point first_block;
 
 inline void fail(const char *text) {
@@ -78,7 +79,7 @@ inline uint32_t (*give(const char *at, std::initializer_list<uint32_t> words))[6
 }
 inline char *shared(uint32_t at, int bytes) {
   Block &block = blocks[at >> 24];
-  if ((at & 0xffffff) + bytes > block.shared.size()) fail("outside of shared memory");
+  if ((at & 0xffffff) + bytes > shared_size) fail("outside of shared memory");
   if ((at & 0xffffff) % bytes) fail("not aligned");
   if (!block.started || block.ended == threads) fail("the block is not there");
   return block.shared.data() + (at & 0xffffff);
@@ -87,9 +88,36 @@ inline void do_copy(const Copy &one) {
   memset(one.to, 0, 16), memcpy(one.to, one.from, one.bytes);
 }
 template <class To, class From> inline To as(From x) { To y; memcpy(&y, &x, sizeof y); return y; }
-inline float number(uint32_t bits) {
+inline float e4m3(uint32_t bits) {
+  const int exponent = bits >> 3 & 15, part = bits & 7;
+  const float x = exponent ? std::ldexp(8 + part, exponent - 10) : std::ldexp(part, -9);
+  return (bits & 127) == 127 ? NAN : bits & 128 ? -x : x;
+}
+inline uint32_t e4m3_bits(float x) {
+  if (x != x) return 127;
+  const float y = std::min(std::fabs(x), 448.0f);
+  const int exponent = std::max(y ? std::ilogb(y) : -6, -6);
+  const int parts = std::nearbyint(std::ldexp(y, 3 - exponent));  // 8 to 16; below 8 it is denormal
+  return (std::signbit(x) ? 128 : 0) + (exponent + 6) * 8 + parts;
+}
+inline float half(uint32_t bits) {
 #if HALF
   return _cvtsh_ss(bits & 0xffff);
+#else
+  const int exponent = bits >> 10 & 31, part = bits & 1023;
+  const float x = exponent ? std::ldexp(1024 + part, exponent - 25) : std::ldexp(part, -24);
+  return exponent == 31 ? NAN : bits >> 15 & 1 ? -x : x;
+#endif
+}
+inline uint32_t half_bits(float x) {  // of a number that float16 has
+  if (x != x) return 0x7e00;
+  uint32_t y = 0;
+  while (half(y) != std::fabs(x)) y++;
+  return y | (std::signbit(x) ? 0x8000 : 0);
+}
+inline float number(uint32_t bits) {
+#if HALF
+  return half(bits);
 #else
   return as<float>(bits << 16);
 #endif
@@ -114,9 +142,10 @@ static void enter() {
 // Runs a cluster; returns the fault, or "". released: called once all threads are at griddepcontrol.wait
 inline const char *run(int size, int of_block, int shared_bytes, bool copies_early, void (*kernel)(), void (*then)()) {
   start = kernel, released = then, threads = of_block, early = copies_early, fault[0] = 0;
+  shared_size = shared_bytes;
   fibers.assign(size * threads, Fiber()), blocks.assign(size, Block()), warps.assign(size * threads / 32, Warp());
   cluster = grid = Meeting();
-  for (auto &block : blocks) block.shared.assign(shared_bytes, (char)0xff);
+  for (auto &block : blocks) block.shared.assign(shared_bytes + BEHIND, (char)0xff);
   for (int i = 0; i < size * threads; i++) {
     Fiber &fiber = fibers[i];
     fiber.block = i / threads, fiber.thread = i % threads, fiber.stack.resize(1 << 16);
@@ -138,6 +167,9 @@ inline const char *run(int size, int of_block, int shared_bytes, bool copies_ear
         }
       }
   }
+  for (auto &block : blocks)
+    for (int i = shared_bytes; i < shared_bytes + BEHIND && !fault[0]; i++)
+      if (block.shared[i] != (char)0xff) snprintf(fault, sizeof fault, "writes behind shared memory");
   for (auto &fiber : fibers)
     if (!fiber.ended && !fault[0])
       snprintf(fault, sizeof fault, "block %d, thread %d: waits for ever", fiber.block, fiber.thread);
@@ -151,9 +183,15 @@ using namespace emulated;
 #define blockIdx (Point{first_block.x + self->block, first_block.y, 0})
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __uint_as_float(uint32_t x) { return as<float>(x); }
 inline float __int_as_float(int x) { return as<float>(x); }
+inline uint32_t __float_as_uint(float x) { return as<uint32_t>(x); }
+inline float __expf(float x) { return std::exp(x); }
+template <class T> inline T __ldcg(const T *at) { return *at; }
 inline uint32_t __cvta_generic_to_shared(const void *) { return (uint32_t)self->block << 24; }
 inline void __syncwarp() { give(AT, {}); }
 inline void __syncthreads() { meet(blocks[self->block].meeting, threads, AT); }
@@ -165,11 +203,29 @@ inline float __shfl_xor_sync(unsigned, float x, int far) {
 inline void cvt_f32_f16(float &x, uint16_t y) { x = number(y); }
 inline void cvt_rn_f16x2_f32(uint32_t &x, float high, float low) { x = bits(high) << 16 | bits(low); }
 inline void cvt_rn_bf16x2_f32(uint32_t &x, float high, float low) { x = bits(high) << 16 | bits(low); }
+inline void cvt_rn_satfinite_e4m3x2_f32(uint16_t &x, float high, float low) {
+  x = e4m3_bits(high) << 8 | e4m3_bits(low);
+}
+inline void cvt_rn_f16x2_e4m3x2(uint32_t &x, uint16_t y) {
+  static uint16_t all[256];
+  for (int i = 0; i < 256 && !all[255]; i++) all[i] = half_bits(e4m3(i));
+  x = all[y >> 8] << 16 | all[y & 255];
+}
+inline void mov_b32(uint16_t &low, uint16_t &high, uint32_t x) { low = x, high = x >> 16; }
+inline void rcp_approx_ftz_f32(float &y, float x) { y = 1 / x; }
 inline void ex2_approx_ftz_f32(float &y, float x) { y = std::exp2(x); }
 inline void ld_global_cg_v4_u32(uint32_t &a, uint32_t &b, uint32_t &c, uint32_t &d, const void *at) {
   if ((uintptr_t)at % 16) fail("not aligned");
   auto *x = (const uint32_t *)at;
   a = x[0], b = x[1], c = x[2], d = x[3];
+}
+inline void ld_global_nc_L1no_allocate_v4_u32(uint32_t &a, uint32_t &b, uint32_t &c, uint32_t &d, const void *at) {
+  ld_global_cg_v4_u32(a, b, c, d, at);
+}
+inline void ld_global_cg_v2_u32(uint32_t &a, uint32_t &b, const void *at) {
+  if ((uintptr_t)at % 8) fail("not aligned");
+  auto *x = (const uint32_t *)at;
+  a = x[0], b = x[1];
 }
 inline void st_global_v4_u32(void *at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t x[4] = {a, b, c, d};
@@ -201,6 +257,7 @@ inline void movmatrix_sync_aligned_m8n8_trans_b16(uint32_t &to, uint32_t matrix)
   const int g = self->thread % 32 / 4, t = self->thread % 4;
   for (int j = 0; j < 2; j++) ((uint16_t *)&to)[j] = ((uint16_t *)&all[(2 * t + j) * 4 + g / 2][0])[g % 2];
 }
+template <float (*number)(uint32_t)>
 inline void product(const char *name, float **c, std::initializer_list<uint32_t> words) {
   auto *all = give(name, words);
   const int g = self->thread % 32 / 4, t = self->thread % 4;
@@ -210,14 +267,20 @@ inline void product(const char *name, float **c, std::initializer_list<uint32_t>
       *c[i] += number(a >> k % 2 * 16 & 0xffff) * number(b >> k % 2 * 16 & 0xffff);
     }
 }
-#define MMA(name) \
+#define MMA(name, number) \
   inline void name(float &p, float &q, float &r, float &s, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e, \
-                   uint32_t f, float, float, float, float) { \
+                   uint32_t f, float w, float x, float y, float z) { \
     float *sums[4] = {&p, &q, &r, &s}; \
-    product(AT, sums, {a, b, c, d, e, f}); \
+    p = w, q = x, r = y, s = z; \
+    product<number>(AT, sums, {a, b, c, d, e, f}); \
   }
-MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32)
-MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32)
+MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, number)
+MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, half)
+inline void redux_sync_max_u32(uint32_t &most, uint32_t x) {
+  auto *all = give(AT, {x});
+  most = 0;
+  for (int i = 0; i < 32; i++) most = std::max(most, all[i][0]);
+}
 inline void mapa_sharedcluster_u32(uint32_t &there, uint32_t at, int block) { there = (at & 0xffffff) | block << 24; }
 inline void st_sharedcluster_v2_f32(uint32_t at, float x, float y) {
   const float both[2] = {x, y};

@@ -49,7 +49,7 @@ def missing() -> str:
     major, minor = torch.cuda.get_device_capability()
     if major < 9:
         return f"needs compute capability 9.0, this GPU has {major}.{minor}"
-    return nvrtc.missing()
+    return nvrtc.missing(f"sm_{major}{minor}a")
 
 
 class CudaSource:

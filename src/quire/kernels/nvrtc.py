@@ -23,9 +23,9 @@ class CompileError(Exception):
 
 
 @functools.cache
-def missing() -> str:
-    """Return the reason why CUDA C++ cannot be compiled in this process, or "". Compiles an empty text (0.1 s): NVRTC
-    opens a part of it late, without which it is of no use."""
+def missing(architecture: str = "sm_90a") -> str:
+    """Return the reason why CUDA C++ cannot be compiled for an architecture in this process, or "". Compiles an empty
+    text (0.1 s): NVRTC may be older than a GPU, and opens a part of it late, without which it is of no use."""
     try:
         _library()
     except OSError as error:
@@ -33,9 +33,9 @@ def missing() -> str:
     if (version := versions()[:2]) < OLDEST:
         return "NVRTC {}.{} or later is needed, this one is {}.{}".format(*OLDEST, *version)
     try:
-        compile_text(b"", "nothing.cu", ["--gpu-architecture=sm_90"])
+        compile_text(b"", "nothing.cu", [f"--gpu-architecture={architecture}"])
     except CompileError as error:
-        return f"NVRTC compiles nothing ({str(error).splitlines()[0]})"
+        return f"NVRTC compiles nothing for {architecture} ({str(error).splitlines()[0]})"
     return "" if headers() else "CUDA's headers, which come with Triton, were not found"
 
 

@@ -1,6 +1,7 @@
 """Sources in CUDA C++: their cache, their errors, and what a launch asks of the driver. Needs no GPU."""
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,8 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> Driver:
     found = Driver()
     monkeypatch.setattr(cuda_source, "call_driver", found)
+    monkeypatch.setattr(cuda_source, "_CONTEXT_HANDLES", threading.local())
+    cuda_source._CONTEXT_HANDLES.entered = True  # this thread, whatever test runs before
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
@@ -276,7 +279,20 @@ def test_a_compiler_that_lacks_a_part(compiler: Compiler, monkeypatch: pytest.Mo
     assert nvrtc.missing.__wrapped__() == "" and compiler.left == 0
     monkeypatch.setattr(compiler, "nvrtcCompileProgram", lambda *_: 7)
     compiler.made = b"nvrtc: error: failed to open a part.\n  Make sure that it is installed."
-    assert nvrtc.missing.__wrapped__() == "NVRTC compiles nothing (nvrtc: error: failed to open a part.)"
+    assert nvrtc.missing.__wrapped__() == "NVRTC compiles nothing for sm_90a (nvrtc: error: failed to open a part.)"
+
+
+@pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
+def test_a_gpu_newer_than_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are Triton's, which has another compiler: a kernel that cannot be compiled would end the start."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", torch.version.cuda or f"{nvrtc.UNKNOWN}.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (99, 1))
+    assert cuda_source.missing.__wrapped__().startswith(
+        "NVRTC compiles nothing for sm_991a (nvrtc: error: invalid value"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert cuda_source.missing.__wrapped__() == ""
 
 
 @pytest.mark.parametrize("place", ["cu99/lib", "cuda_nvrtc/lib"])

@@ -26,6 +26,7 @@ from quire.kernels.experts.weights import Biases, ExpertWeights, empty_biases
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
 from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
+from quire.kernels.one_row import experts as one_row
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import (
@@ -164,7 +165,8 @@ def run(
     if isinstance(x, Tensor) and x.stride(1) != 1:
         x = x.contiguous()
     if isinstance(x, Tensor) and len(x) <= MOST_FEW:
-        if len(x):
+        alone = len(x) == 1 and expert_map is None
+        if len(x) and not (alone and one_row.run(x, (ids, weights), packed, given[4], y, join)):
             few(x, *given, join=join)
     elif len(x):
         many(x, *given, join=join)

@@ -1,7 +1,8 @@
 """Linear layers with 8-bit weights and 8-bit activations on Hopper: FP8 in blocks or channels, and INT8.
 
 Rows     Kernel
-1        scaled_few.py: no tensor cores; norm and quantization of x are fused
+1        FP8 in blocks: one_row/, in CUDA C++, where norm and quantization of x are fused. Others, and weights with few
+         outputs: scaled_few.py, which fuses them, too, without tensor cores
 2 to 64  scaled_hopper.py (Gluon) or, where Gluon is missing, scaled_some.py (Triton): tensor cores, sums of 128
          products are added in float32
 more     FP8: cuBLASLt (`torch.nn.functional.scaled_mm`), which adds the same way. INT8: scaled_many.py
@@ -23,6 +24,7 @@ from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scale
 from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.norm.triton import rms_norm
+from quire.kernels.one_row import linear as one_row
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
@@ -147,6 +149,8 @@ def _product(
         return y
     into = Epilogue(y, bias, act, residual)
     if rows <= FEW_ROWS:
+        if (one := one_row.scaled(x, packed, into, None if norm is None else (norm, eps))) is not None:
+            return one
         return scaled_few.product(x, packed, into, norm=norm, eps=eps)
     q, scales = quantize(
         x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm, eps=eps

@@ -6,58 +6,17 @@ product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from quire.contracts.scheme import Scheme
 from quire.kernels.linear.epilogue import Epilogue
-from quire.kernels.linear.some_hopper import readable
 from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated, way
+from quire.kernels.norm.triton import rms_norm
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.weight_only import words
+from quire.kernels.weight_only.weight_words import WeightWords
 
-__all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "way"]
-
-
-@dataclass(frozen=True)
-class WeightWords:
-    """A packed weight [N, K] of 4 or 8 bits, an implementation of `WeightOnly`.
-
-    shape   (N, K)
-    order   see `WeightOnly`
-    gated   True: eight outputs of gate and eight of up alternate
-
-    Other fields are arguments of `weight_only.words.product`.
-    """
-
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    order: Tensor | None
-    counters: Tensor
-    shape: tuple[int, int]
-    bits: int
-    group: int
-    gated: bool
-    scheme: Scheme
-
-    @property
-    def outputs(self) -> int:
-        """Return the number of outputs of a packed weight. See `WeightOnly`."""
-        return self.shape[0]
-
-    def product(self, x: Tensor, into: Epilogue) -> Tensor:
-        """Multiply x, of few rows, by the packed weight. See `WeightOnly`."""
-        own = self.words, self.scales, self.zeros
-        return words.product(readable(x), *own, into, bits=self.bits, group=self.group, counters=self.counters)
-
-    def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
-        return words.unpack(
-            self.words, self.scales, self.zeros, self.shape, dtype, bits=self.bits, group=self.group, gated=self.gated
-        )
+__all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "run_norm", "run_norm_gated", "way"]
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
@@ -89,3 +48,23 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
         gated,
         matrix.scheme,
     )
+
+
+def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None, act: str = "") -> Tensor:
+    """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`.
+
+    act   of `run_norm_gated`; "": none
+    """
+    if len(x) == 1 and isinstance(packed, WeightWords) and packed.order is None:
+        into = Epilogue(x.new_empty(1, packed.outputs >> (act != "")), bias, act)
+        if (done := packed.one_row(x, into, (weight, eps))) is not None:
+            return done
+    x = rms_norm(x, weight, eps)
+    return run_gated(x, packed, bias, act) if act else run(x, packed, bias)
+
+
+def run_norm_gated(
+    x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None, act: str = "silu"
+) -> Tensor:
+    """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
+    return run_norm(x, weight, eps, packed, bias, act)

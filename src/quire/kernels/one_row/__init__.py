@@ -1,0 +1,1 @@
+"""Products of one row in CUDA C++, for a single request on Hopper."""
