@@ -11,6 +11,8 @@ Dummy weights. One engine per model: its CUDA graphs are captured once with each
     attention   `joined/decode_attention.py`, in all layers that can take it
     clusters    `joined/decode_clusters.py`; with numbers: blocks of a cluster, warps and stages in steps of every size
 
+With " triton" behind it, products of one row are those of the kernels in Triton, not of `one_row/`.
+
 The first variant is the one that the others are compared with. "again" at the end repeats it, for what has drifted.
 
 The time of a step is the difference of requests of --tokens and of 64 tokens: prompts and starts are not counted. The
@@ -42,6 +44,7 @@ from quire.bench.workload import model_folder
 from quire.kernels.compile_cache import compiling_ahead
 from quire.kernels.joined import MOST_ROWS, decode_clusters
 from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.one_row import product
 from quire.layers.attention import Attention
 from quire.layers.stack import first_of_each_kind
 
@@ -82,7 +85,7 @@ def variants_of(text: str) -> list[str]:
     """Return the variants that the command line names. Raises ArgumentTypeError for a word that is none."""
     found = [" ".join(one.split()) for one in text.split(";") if one.strip()]
     for one in found:
-        if not re.fullmatch("|".join(WORDS) + r"|clusters \d+:\d+:\d+", one):
+        if one != "again" and not re.fullmatch(r"(chain|attention|clusters( \d+:\d+:\d+)?)( triton)?", one):
             raise argparse.ArgumentTypeError(f"{one} is none of {', '.join(WORDS)}, clusters BLOCKS:WARPS:STAGES")
     return found
 
@@ -162,7 +165,9 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     made, variants, known = {}, [], decode_clusters.TILING
 
     def switch(variant: str) -> None:
-        word, _, sizes = (wanted[0] if variant == "again" else variant).partition(" ")
+        name = wanted[0] if variant == "again" else variant
+        product.ENABLED = not name.endswith(" triton")
+        word, _, sizes = name.removesuffix(" triton").partition(" ")
         decode_clusters.TILING = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else known
         for layer in own:
             rows = range(1, MOST_ROWS + 1) if word == "attention" else range(0)
@@ -171,7 +176,7 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     def works() -> list[tuple[Any, Callable[[], None]]]:
         return [(key, work) for key, work in programs.recordings(shapes) if key[0].startswith("decode")]
 
-    wanted = [one for one in wanted if can or one in ("chain", "again")]
+    wanted = [one for one in wanted if can or one.split()[0] in ("chain", "again")]
     if graphs:
         programs.some = first_of_each_kind(zip(runner.model.layers, programs.kv, strict=False))
         with torch.inference_mode(), compiling_ahead() as ahead:
