@@ -40,6 +40,7 @@ from quire.plan.placement import ranks
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from quire.kernels.attention import AttentionMeta
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
 from quire.kernels.step.state import Limits
@@ -410,6 +411,40 @@ def test_short_prompts_beside_longer_ones(cuda_runner: Callable[..., StepRunner]
     )
     for expected, found in zip(map(oracle.run, plans), run_ahead(runner, plans), strict=True):
         agree(found, expected)
+
+
+def test_decodes_of_short_contexts_have_launches_of_their_own(
+    cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence of at most 8 tokens; two have no such step. The kernels get the bound of the recorded step."""
+    bounds = list[int | None]()
+
+    def made(**fields: Any) -> AttentionMeta:
+        bounds.append(fields["most_context"])
+        return AttentionMeta(**fields)
+
+    monkeypatch.setattr("quire.worker.programs.AttentionMeta", made)
+    layers = {"num_hidden_layers": 1}
+    oracle, limits = naive(**layers), replace(LIMITS, graph_sizes=(1, 2), short=(1, 8))
+    runner = cuda_runner(limits, **layers)
+    plans = [
+        plan(1, (0,), (6,), (SAMPLE,), admitted=(admission(0, 6, (1,)),)),
+        *(plan(step, (0,), (1,), (SAMPLE,)) for step in (2, 3, 4)),
+        plan(5, (1,), (3,), (SAMPLE,), admitted=(admission(1, 3, (2,)),), released=i32(0)),
+        plan(6, (1,), (1,), (SAMPLE,)),
+        plan(7, (1, 2), (1, 2), (SAMPLE, SAMPLE), admitted=(admission(2, 2, (3,)),)),
+        plan(8, (1, 2), (1, 1), (SAMPLE, SAMPLE)),
+    ]
+    for expected, found in zip(map(oracle.run, plans), run_ahead(runner, plans), strict=True):
+        agree(found, expected)
+    assert bounds == [None, 8, 8, None, None, 8, None, None]
+    ran = [key for key in runner.recorder.ran if key[0].startswith("decode")]  # type: ignore[attr-defined]
+    assert [key[0] for key in ran] == ["decode of short contexts"] * 2 + [
+        "decode",
+        "decode of short contexts",
+        "decode",
+    ]
+    assert {key for key in ran} <= {key for key, _ in runner.programs.recordings(runner.recorder.shapes())}
 
 
 @pytest.mark.parametrize("graphs", [True, *full_rows([False])])

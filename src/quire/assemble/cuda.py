@@ -32,6 +32,7 @@ from quire.plan.collectives import exchange_bounds
 from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
 from quire.plan.drafts import joint_drafts
 from quire.plan.engine import EnginePlan, host_layers
+from quire.plan.joined import short_decodes
 from quire.plan.kinds import mixers
 from quire.plan.meetings import check
 from quire.plan.memory import MemoryPlan
@@ -146,6 +147,7 @@ def _limits(plan: EnginePlan, groups: RankGroups) -> Limits:
         ),
         tiers=resolve_offload(config).host_bytes > 0,
         adapters=config.adapters.enable_lora,
+        short=short_decodes(plan),
     )
 
 

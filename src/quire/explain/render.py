@@ -185,6 +185,7 @@ def _joined(branch: Tree, every: Sequence[Plan]) -> None:
         parts = add(branch, f"decodes{of}{'' if some else ': heads, then attention'}")
         if most := one["sequences"]:
             words = f"of at most {most} sequences" if most > 1 else "of one sequence"
+            words += f", of at most {one['context']:,} tokens of context" * bool(one["context"])
             add(parts, f"in steps {words}: joined.decode_clusters, heads and attention ({one['why_sequences']})")
         else:
             add(parts, f"not joined.decode_clusters: {one['why_sequences']}")

@@ -9,6 +9,13 @@ from quire.plan.engine import EnginePlan
 from quire.plan.kinds.grouped import GroupedKind
 
 
+def short_decodes(plan: EnginePlan) -> tuple[int, int]:
+    """Return the most sequences of a step and the most tokens of a sequence for which some layers take another kernel
+    than with longer contexts; (0, 0): there are none."""
+    found = [one for one in joined_decodes(plan).values() if one.context]
+    return (max(one.sequences for one in found), min(one.context for one in found)) if found else (0, 0)
+
+
 def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     """Return layer -> its decodes, for each layer with grouped-query attention by Triton's kernels, in order."""
     kernels, rank, found = {one.op: one for one in plan.kernels}, plan.mesh.rank, dict[int, JoinedDecodes]()

@@ -14,6 +14,7 @@ def describe_joined(plan: EnginePlan) -> list[dict[str, Any]]:
     sequences, why_sequences   most sequences of a step that `decode_clusters` takes, and the reason; 0: none
     rows                       fewest and most rows of the steps that `decode_attention` takes; None: none
     why                        the reason
+    context                    most tokens of a sequence in steps for `decode_clusters`; 0: of the engine
     """
     alike = dict[JoinedDecodes, list[int]]()
     for layer, one in joined_decodes(plan).items():

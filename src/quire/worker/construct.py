@@ -158,7 +158,9 @@ def _recorder(choice: Choice, limits: Limits) -> Recorder:
     if choice.name == "graphs":
         sizes, exchanges = (limits.graph_sizes, limits.graph_tokens, limits.num_slots), limits.exchanges
         more = {"joint": exchanges.joint, "adapted": limits.adapters, "even": exchanges.even}
-        return Graphs(*sizes, exchanges.bounds, limits.queries, **more)
+        graphs = Graphs(*sizes, exchanges.bounds, limits.queries, **more)
+        graphs.short = limits.short
+        return graphs
     return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
 
 

@@ -26,9 +26,11 @@ class Graphs(Recorder):
     joint                            replicas share experts of the drafter's layers, so that they make the same passes
     adapted                          steps with adapters are captured, too
     even                             decode steps have one size on all replicas, see `GraphPlan`
+    short                            of `Limits`; set it before the shapes are asked for
     """
 
     static = True
+    short = 0, 0
 
     def __init__(
         self,
@@ -61,22 +63,28 @@ class Graphs(Recorder):
         seqs, query = (max(own, most) for own, most in zip((shape.seqs, shape.query), shape.most, strict=True))
         size, query = self._round_up(seqs), next((one for one in self.queries if one >= query), 0)
         if shape.decode and (size, query) in self._decodes and shape.bound in self._bounds(size, query):
-            return replace(shape, tokens=size * query, seqs=size, rows=size * query, query=query, recorded=True)
+            context = next(one for one in self._contexts(size) if not one or 0 < shape.context <= one)
+            padded_to = {"tokens": size * query, "seqs": size, "rows": size * query, "query": query}
+            return replace(shape, recorded=True, context=context, **padded_to)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
         alone = self.joint and shape.decode  # a graph with prompts has their pass, which other replicas would not join
+        shape = replace(shape, decode=False, context=0)
         if padded and not alone and shape.bound in self._prompt_bounds(padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return replace(
-                shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True, query=self.queries[-1]
-            )
-        return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
+            return replace(shape, tokens=padded, seqs=seqs, rows=rows, recorded=True, query=self.queries[-1])
+        return replace(shape, seqs=max(shape.seqs, rows), rows=rows)
 
     def _bounds(self, size: int, query: int) -> tuple[int, ...]:
         """Return the bounds with which a decode step of `size` sequences, of at most `query` tokens, is captured."""
         if self.even:
             return (size * query,)
         return captured_bounds(self.bounds, self.sizes, size, self.queries, query)
+
+    def _contexts(self, size: int) -> tuple[int, ...]:
+        """Return the `context` of the shapes in which a decode step of `size` sequences is captured, 0 last."""
+        sequences, tokens = self.short
+        return (tokens, 0) if size <= sequences else (0,)
 
     def _prompt_bounds(self, tokens: int) -> tuple[int, ...]:
         """Return the bounds with which a step with prompts is captured, or rehearsed; (0,): with exact numbers."""
@@ -97,9 +105,10 @@ class Graphs(Recorder):
         for size, query in sorted(self._decodes, key=prod, reverse=True):
             rows = size * query
             found += [
-                StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query, adapted=adapted)
+                replace(StepShape(rows, size, rows, True, shared, True, bound, query, adapted=adapted), context=context)
                 for bound in self._bounds(size, query)
                 for adapted in self._adapted
+                for context in self._contexts(size)
                 for shared in (False, True)
             ]
         joins = [(bound, query) for bound in reversed(self.bounds) for query in self._joined()] if found else []

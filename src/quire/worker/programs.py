@@ -68,7 +68,8 @@ class Programs:
         query = 1 if step.num_verified == plan.num_decodes else int(plan.num_tokens[: plan.num_decodes].max())
         assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_rows
-        return self._fit(plan, StepShape(tokens, seqs, rows, decode, self._upload.shared, query=query))
+        context = int(self._state.lengths[plan.slots].max()) if decode and self._limits.short[0] and seqs else 0
+        return self._fit(plan, StepShape(tokens, seqs, rows, decode, self._upload.shared, query=query, context=context))
 
     def _fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
         for feature in self.features.fit:
@@ -181,6 +182,7 @@ class Programs:
                     kv_slots=kv_slots,
                     table_rows=table_rows,
                     max_query_len=shape.query if shape.decode else max(longest, few),
+                    most_context=shape.context or None,
                     decode_len=shape.query if shape.decode else few,
                     shared=shared if self._shares[group] else None,
                     prompts=prompts,
@@ -251,7 +253,8 @@ class Programs:
         for shape in shapes:
             work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
-            if shape.tokens and shape.decode and shape.query == 1 and not shape.shared and not shape.adapted:
+            first = not (shape.shared or shape.adapted or shape.context)  # of the shapes of this size
+            if shape.tokens and shape.decode and shape.query == 1 and first:
                 if any(late.most >= shape.seqs for late in self.features.late):
                     yield ("late", shape.seqs, 0), partial(self.catch_up, 0, shape.seqs)
             if shape.decode and shape.shared and shape.rows not in sampled:

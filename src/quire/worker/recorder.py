@@ -31,6 +31,7 @@ class StepShape:
     bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
     eager      True: a feature runs the layers of the step itself, so no recording fits
     adapted    True: some rows have an adapter
+    context    upper bound of the tokens of a sequence, of a decode step; 0: that of the engine
     most       `StepSync.decode`, if all replicas run one size (`GraphPlan.even`); (0, 0): each runs its own
     """
 
@@ -44,6 +45,7 @@ class StepShape:
     query: int = 1
     eager: bool = False
     adapted: bool = False
+    context: int = 0
     most: tuple[int, int] = (0, 0)
 
     @property
@@ -57,6 +59,7 @@ class StepShape:
             return "join", self.bound, self.query - 1
         more = " with adapters" * self.adapted
         if self.decode:
+            more += " of short contexts" * bool(self.context)
             return f"decode{more}", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
         return f"mixed{more}", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
 

@@ -151,6 +151,7 @@ class StepRunner:
             exchanges = self.limits.exchanges
             more = {"joint": exchanges.joint, "adapted": self.limits.adapters, "even": exchanges.even}
             graphs = Graphs(sizes, prompts, slots, exchanges.bounds, queries, **more)
+            graphs.short = self.limits.short
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:

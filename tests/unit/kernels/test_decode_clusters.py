@@ -2,16 +2,34 @@
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from quire.kernels import nvrtc
-from quire.kernels.joined import MOST_DRAFTED, MOST_LANES
-from quire.kernels.joined.choice import CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS
+from quire.kernels.attention import KVView
+from quire.kernels.joined import MOST_DRAFTED, MOST_LANES, decode_clusters
+from quire.kernels.joined.choice import CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS, JoinedDecodes
 from quire.kernels.joined.decode_clusters import TILING, Tiling, kernel_of, shared_bytes
+from quire.kernels.joined.dispatch import joined_kernel
 
 SHARED = 227 * 1024  # bytes that a block of Hopper can have
+
+
+@pytest.mark.parametrize(
+    ("most", "known", "taken"), [(0, None, True), (4096, None, False), (4096, 4096, True), (4096, 4097, False)]
+)
+def test_long_contexts_are_left_to_others(
+    most: int, known: int | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a step, as far as the host knows them."""
+    monkeypatch.setattr(decode_clusters, "fits", lambda *_: True)
+    meta: Any = SimpleNamespace(seq_lens=[7], most_context=known)
+    qkv, kv = torch.empty(1, 4, 128), KVView(torch.empty(0), torch.empty(0))
+    found = joined_kernel(JoinedDecodes(2, "", range(0), "", most), qkv, kv, meta)
+    assert found is (decode_clusters if taken else None)
 
 
 def test_shared_memory_is_enough() -> None:

@@ -56,6 +56,23 @@ def test_every_step_of_replicas_up_to_the_largest_size_is_captured(sizes: str, b
     assert {one for one in made if one[1]} <= reachable
 
 
+def test_decodes_of_short_contexts_are_captured_once_more() -> None:
+    graphs = Graphs((1, 2, 4), (), 4, queries=(1, 3), adapted=True)
+    graphs.short = 2, 4096
+    shapes = graphs.shapes()
+    keys = [shape.key for shape in shapes]
+    assert len(set(keys)) == len(keys)
+    assert {(shape.seqs, shape.context) for shape in shapes} == {(4, 0), (2, 4096), (2, 0), (1, 4096), (1, 0)}
+    assert len([shape for shape in shapes if shape.context]) == 2 * 2 * 2 * 2  # queries, sharing, adapters
+    for seqs, query, shared, adapted in product((1, 2, 3), (1, 2), (False, True), (False, True)):
+        for context, wanted in ((0, 0), (1, 4096), (4096, 4096), (4097, 0)):
+            own = StepShape(
+                seqs * query, seqs, seqs * query, True, shared, query=query, adapted=adapted, context=context
+            )
+            fitted = graphs.fit(own)
+            assert fitted.key in keys and fitted.context == (wanted if seqs <= 2 else 0)
+
+
 @pytest.mark.parametrize("queries", [(1, 4), (1, 2, 8)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_decode_step_of_replicas_with_drafts_is_captured(sizes: str, queries: tuple[int, ...]) -> None:

@@ -10,11 +10,10 @@ from quire.args.rope import RopeArgs
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
 from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
-from quire.plan.joined import joined_decodes
+from quire.plan.joined import joined_decodes, short_decodes
 
 HERE = "it needs a Hopper GPU and NVRTC"
 TWO, EIGHT = (f"with {n} query heads of a KV head it was" for n in (2, 8))
-LONG = "above 8,192 tokens of context it may be slower, and max_model_len is 8,193"
 EAGER, CODES = "enforce_eager runs each operation by itself", "the KV cache has 8 bits"
 
 
@@ -22,7 +21,8 @@ EAGER, CODES = "enforce_eager runs each operation by itself", "the KV cache has 
     ("model", "options", "device", "found"),
     [
         ("Qwen3-0.6B", {"max_model_len": 8192}, "h200", (2, f"{TWO} faster", range(1, 17), f"{TWO} faster")),
-        ("Qwen3-0.6B", {"max_model_len": 8193}, "h200", (0, LONG, range(1, 17), f"{TWO} faster")),
+        ("Qwen3-0.6B", {"max_model_len": 8193}, "h200", (2, f"{TWO} faster", range(1, 17), f"{TWO} faster", 8192)),
+        ("Qwen3-30B-A3B", {}, "h200", (4, f"{EIGHT} faster", range(0), f"{EIGHT} slower", 4096)),
         (
             "Qwen3-0.6B",
             {"tensor_parallel_size": 4, "max_model_len": 2048},
@@ -42,6 +42,7 @@ def test_steps_and_reasons(
     plan = plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / model), **options), device).plan
     every = joined_decodes(plan)
     assert set(every) == set(range(plan.args.num_layers)) and set(every.values()) == {JoinedDecodes(*found)}
+    assert short_decodes(plan) == ((found[0], found[4]) if len(found) > 4 else (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,8 @@ def test_a_window_bounds_what_is_read() -> None:
     mixer = GroupedArgs(
         num_heads=8, num_kv_heads=4, head_dim=128, rotary_dim=128, rope=RopeArgs(theta=1e4), window=1024
     )
-    assert choose_decodes(mixer, (8, 4), eager=False, eight_bits=False, clusters="", context=100_000).sequences == 4
+    one = choose_decodes(mixer, (8, 4), eager=False, eight_bits=False, clusters="", context=100_000)
+    assert (one.sequences, one.context) == (4, 0)
 
 
 @pytest.mark.parametrize(("device", "options"), [("h200", {"batch_invariant": True}), ("", {"device": "cpu"})])

@@ -99,6 +99,7 @@ class AttentionMeta:
     kv_slots       [T] int64: slot of each row's key and value in the cache, block * block_size + offset
     table_rows     [S] int32: row of `block_tables` of each sequence; None: row s belongs to sequence s
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
+    most_context   upper bound of the context length of a sequence, known to the host; None: of the engine
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
     prompts        (first row, end of rows, sequence, tokens of context before) of each sequence after the decodes, for
@@ -117,6 +118,7 @@ class AttentionMeta:
     kv_slots: Tensor
     table_rows: Tensor | None = None
     max_query_len: int | None = None
+    most_context: int | None = None
     decode_len: int = 1
     shared: SharedBlocks | None = None
     prompts: tuple[Prompt, ...] | None = None

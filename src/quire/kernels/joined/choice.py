@@ -13,7 +13,7 @@ FEWEST_ROWS = {2: 1, 4: 2}
 # for a KV head, which read less at a time than the whole GPU: with 8 KV heads a step was 24% faster after 512 tokens,
 # 7% after 8,000, and would be slower after 14,000.
 CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS = 128, 8, 16
-CLUSTER_CONTEXT = 1024  # tokens of the longest context, for each KV head
+CLUSTER_CONTEXT = 1024  # tokens of the longest context of a step, for each KV head
 
 
 class JoinedDecodes(NamedTuple):
@@ -21,12 +21,14 @@ class JoinedDecodes(NamedTuple):
 
     sequences, why_sequences   most sequences of a step for `decode_clusters`; 0: none; the reason
     rows, why                  rows of the other steps, for `decode_attention`; empty: none; the reason
+    context                    most tokens of a sequence in the steps for `decode_clusters`; 0: no sequence has too many
     """
 
     sequences: int
     why_sequences: str
     rows: range
     why: str
+    context: int = 0
 
 
 def choose_decodes(
@@ -55,17 +57,17 @@ def choose_decodes(
         f"heads of {mixer.head_dim} dimensions were not measured": mixer.head_dim != CLUSTER_DIM,
         f"{each} query heads of a KV head were not measured": each > CLUSTER_QUERIES,
         f"{heads[1]} KV heads were slower in long contexts": heads[1] > MOST_CLUSTERS,
-        f"above {most:,} tokens of context it may be slower, and max_model_len is {context:,}": seen > most,
         "scores are capped": mixer.scores.soft_cap is not None,
         "contexts are cut into chunks": (mixer.window or 0) < 0,
     }
     why_not = next((reason for reason, holds in against.items() if holds), "")
     few = (0, why_not) if why_not else (MOST_CLUSTERS // heads[1], f"{words} it was faster")
+    reach = {"context": most if seen > most and not why_not else 0}
     against = neither | {
         f"it has no heads of {mixer.head_dim} dimensions": mixer.head_dim not in HEAD_DIMS,
         f"{words} it was slower": each > max(FEWEST_ROWS),
     }
     if reason := next((reason for reason, holds in against.items() if holds), ""):
-        return JoinedDecodes(*few, range(0), reason)
+        return JoinedDecodes(*few, range(0), reason, **reach)
     fewest = next(rows for most, rows in FEWEST_ROWS.items() if each <= most)
-    return JoinedDecodes(*few, range(fewest, MOST_ROWS + 1), f"{words} it was faster")
+    return JoinedDecodes(*few, range(fewest, MOST_ROWS + 1), f"{words} it was faster", **reach)

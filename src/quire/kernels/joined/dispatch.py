@@ -14,7 +14,8 @@ def joined_kernel(decodes: JoinedDecodes, qkv: Tensor, kv: KVView, meta: Attenti
 
     decodes   what the plan has chosen for the layer
     """
-    names = ["decode_clusters"] if len(meta.seq_lens) <= decodes.sequences else []
+    short = not decodes.context or 0 < (meta.most_context or 0) <= decodes.context
+    names = ["decode_clusters"] if short and len(meta.seq_lens) <= decodes.sequences else []
     names += ["decode_attention"] if qkv.shape[0] in decodes.rows else []
     modules = (importlib.import_module(f"quire.kernels.joined.{name}") for name in names)
     return next((module for module in modules if module.fits(qkv, kv, meta)), None)

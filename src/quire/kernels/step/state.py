@@ -47,6 +47,8 @@ class Limits:
     exchanges       exchanges with other replicas
     tiers           blocks of the KV cache are copied beside the steps
     adapters        steps with adapters are captured, too
+    short           (sequences, tokens): decode steps of at most so many sequences are captured once more, for contexts
+                    of at most so many tokens; (0, 0): none
     """
 
     num_slots: int
@@ -62,6 +64,7 @@ class Limits:
     draft_lengths: tuple[int, ...] = ()
     tiers: bool = False
     adapters: bool = False
+    short: tuple[int, int] = (0, 0)
 
     @property
     def queries(self) -> tuple[int, ...]:
