@@ -416,7 +416,7 @@ def test_short_prompts_beside_longer_ones(cuda_runner: Callable[..., StepRunner]
 def test_decodes_of_short_contexts_have_launches_of_their_own(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sequence of at most 8 tokens; two have no such step. The kernels get the bound of the recorded step."""
+    """Kernels get the bound of the recorded step: of one sequence of at most 8 tokens; two have no such step."""
     bounds = list[int | None]()
 
     def made(**fields: Any) -> AttentionMeta:

@@ -24,7 +24,7 @@ SHARED = 227 * 1024  # bytes that a block of Hopper can have
 def test_long_contexts_are_left_to_others(
     most: int, known: int | None, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a step, as far as the host knows them."""
+    """A step has the kernel if the host knows that no context of it is long."""
     monkeypatch.setattr(decode_clusters, "fits", lambda *_: True)
     meta: Any = SimpleNamespace(seq_lens=[7], most_context=known)
     qkv, kv = torch.empty(1, 4, 128), KVView(torch.empty(0), torch.empty(0))
