@@ -99,7 +99,6 @@ class AttentionMeta:
     kv_slots       [T] int64: slot of each row's key and value in the cache, block * block_size + offset
     table_rows     [S] int32: row of `block_tables` of each sequence; None: row s belongs to sequence s
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
-    most_context   upper bound of the context length of a sequence, known to the host; None: of the engine
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
     prompts        (first row, end of rows, sequence, tokens of context before) of each sequence after the decodes, for
@@ -110,6 +109,7 @@ class AttentionMeta:
                    last tokens
     kv_group       number of the KV group
     plans          scratch of the implementation: values derived from the fields above, once per step
+    most_context   upper bound of the context length of a sequence, known to the host; None: that of the engine
     """
 
     query_start: Tensor | list[int]
@@ -118,13 +118,13 @@ class AttentionMeta:
     kv_slots: Tensor
     table_rows: Tensor | None = None
     max_query_len: int | None = None
-    most_context: int | None = None
     decode_len: int = 1
     shared: SharedBlocks | None = None
     prompts: tuple[Prompt, ...] | None = None
     row_positions: Tensor | None = None
     kv_group: int = 0
     plans: dict[object, object] = field(default_factory=dict)
+    most_context: int | None = None
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:
