@@ -101,7 +101,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
                           features=_EIGHT_BITS | _UNGATED | {"add", "exact", "norm", "out"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_NARROW, lacks=_WIDE_GROUPS,
-                                      extra={"CUDA C++": frozenset({"norm"})}),
+                                      extra={"CUDA C++": frozenset({"norm of one row"})}),
         "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_NARROW | _UNGATED | {"nvfp4"}),
         "invariant": replace(_INVARIANT_GPU,
                              features=_PLAIN | _FIXED | {"add", "exact", "gated", "out", "plain", "rows"}),

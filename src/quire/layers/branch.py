@@ -39,7 +39,7 @@ class Branch(nn.Module):
 
     def projections(self, linears: Sequence[Linear], x: Tensor, ctx: StepContext) -> list[Tensor]:
         """Return the half's first projections of its input, which is normed once if kernels do not norm it."""
-        if self.before is not None and not all(one.fuses(self.before) for one in linears):
+        if self.before is not None and not all(one.fuses(self.before, len(x)) for one in linears):
             normed = self.before(x)
             return [linear(normed, ctx) for linear in linears]
         return [self.project(linear, x, ctx) for linear in linears]

@@ -68,13 +68,14 @@ class Linear(nn.Module):
         """Return True if adapters change the layer in this step: their products need its input and its product."""
         return ctx.adapters is not None and self.adapted is not None
 
-    def fuses(self, norm: Norm) -> bool:
-        """Return True when the kernel computes the projection of norm(x) at once."""
-        return "norm" in self.features and not norm.args.centered
+    def fuses(self, norm: Norm, rows: int) -> bool:
+        """Return True when the kernel computes the projection of norm(x) at once. rows: of x"""
+        fused = "norm" in self.features or (rows == 1 and "norm of one row" in self.features)
+        return fused and not norm.args.centered
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
-        if not self.fuses(norm) or self.adapts(ctx):
+        if not self.fuses(norm, len(x)) or self.adapts(ctx):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
         return y
@@ -100,7 +101,7 @@ class FloatLinear(Linear):
         """[T, in_features] -> [T, out_features] float32."""
         return self.adapting(lambda: self.kernel.run_float(x, *self.packed), x, ctx)
 
-    def fuses(self, norm: Norm) -> bool:
+    def fuses(self, norm: Norm, rows: int) -> bool:
         """Return False: no kernel norms its input and leaves the result in float32."""
         return False
 
@@ -119,7 +120,7 @@ class ActivatedLinear(Linear):
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not self.fuses(norm) or self.adapts(ctx):
+        if not self.fuses(norm, len(x)) or self.adapts(ctx):
             return self(norm(x), ctx)
         y: Tensor = self.activation.pointwise(super().normed(x, norm, ctx), self.act)
         return y
@@ -160,7 +161,7 @@ class GatedLinear(Linear):
 
     def normed(self, x: Tensor, norm: Norm, ctx: StepContext) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
-        if not (self.fused and self.fuses(norm)) or self.adapts(ctx):
+        if not (self.fused and self.fuses(norm, len(x))) or self.adapts(ctx):
             return self(norm(x), ctx)
         y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed, self.act)
         return y

@@ -105,7 +105,7 @@ class Graphs(Recorder):
         for size, query in sorted(self._decodes, key=prod, reverse=True):
             rows = size * query
             found += [
-                replace(StepShape(rows, size, rows, True, shared, True, bound, query, adapted=adapted), context=context)
+                StepShape(rows, size, rows, True, shared, True, bound, query, adapted=adapted, context=context)
                 for bound in self._bounds(size, query)
                 for adapted in self._adapted
                 for context in self._contexts(size)

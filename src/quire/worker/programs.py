@@ -68,7 +68,7 @@ class Programs:
         query = 1 if step.num_verified == plan.num_decodes else int(plan.num_tokens[: plan.num_decodes].max())
         assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_rows
-        context = self._state.longest(plan.slots) if decode and self._limits.short[0] else 0
+        context = self._state.longest(plan.slots) if decode and 0 < len(plan.slots) <= self._limits.short[0] else 0
         return self._fit(plan, StepShape(tokens, seqs, rows, decode, self._upload.shared, query=query, context=context))
 
     def _fit(self, plan: StepPlan, shape: StepShape) -> StepShape:

@@ -1,6 +1,5 @@
 """The kernel of decodes in clusters of blocks: it compiles for every shape that the plan gives it, and fits."""
 
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,8 @@ from quire.kernels.joined import MOST_DRAFTED, MOST_LANES, decode_clusters
 from quire.kernels.joined.choice import CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS, JoinedDecodes
 from quire.kernels.joined.decode_clusters import TILING, Tiling, kernel_of, shared_bytes
 from quire.kernels.joined.dispatch import joined_kernel
+
+from ...support.cubins import resources
 
 SHARED = 227 * 1024  # bytes that a block of Hopper can have
 
@@ -57,10 +58,5 @@ def test_it_compiles_without_a_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    cubin, _ = kernel_of((CLUSTER_DIM, group, rows, 128), tiling, dtype, wide).source.cubin("sm_90a")
-    (tmp_path / "made.cubin").write_bytes(cubin)
-    headers = nvrtc.headers()
-    assert headers is not None
-    command = [headers.parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "made.cubin"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    told = resources(kernel_of((CLUSTER_DIM, group, rows, 128), tiling, dtype, wide).source, tmp_path)
     assert "STACK:0 " in told and "LOCAL:0 " in told, told

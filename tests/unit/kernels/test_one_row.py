@@ -1,7 +1,6 @@
 """The kernel of products of one row: it compiles for the shapes of models, no thread has a stack, and a block fits."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from quire.kernels.linear import weight_only_hopper
 from quire.kernels.one_row import product
 from quire.kernels.one_row.product import TILING, Form, Weight, kernel_of, shared_bytes, takes
 
+from ...support.cubins import resources
 from ...support.one_row import SHARED
 from ...support.quantized_cases import WEIGHT_ONLY, make_matrix
 
@@ -42,12 +42,7 @@ def test_shared_memory_is_enough() -> None:
 def test_it_compiles_without_a_stack(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A multiprocessor has registers for one block, not for two."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    cubin, _ = kernel_of(form, TILING).source.cubin("sm_90a")
-    (tmp_path / "made.cubin").write_bytes(cubin)
-    headers = nvrtc.headers()
-    assert headers is not None
-    command = [headers.parent / "bin" / "cuobjdump", "-res-usage", tmp_path / "made.cubin"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    told = resources(kernel_of(form, TILING).source, tmp_path)
     assert "STACK:0 " in told and "LOCAL:0 " in told, told
     (registers,) = map(int, re.findall(r"REG:(\d+)", told))
     assert REGISTERS // 2 < registers * TILING.warps * 32 <= REGISTERS

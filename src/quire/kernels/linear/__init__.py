@@ -18,7 +18,7 @@ gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or
          activation `act` of the product, any of `quire.kernels.activation.ACTS`. The rows of gate come first in the
          weight, then those of up
 norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of the RMS-normalized x
-         (`quire.kernels.norm`); run_norm_gated: `run_gated` of it, if the implementation has "gated", too
+         (`quire.kernels.norm`); run_norm_gated: `run_gated` of it, with "gated". "norm of one row": for T = 1 alone
 out      run_float(x, packed, bias, out [T, N] float32) -> out
 plain    the packed weight is the weight itself, [N, K]
 stored   takes weights of another type than x's, bfloat16 or float32, and keeps them in it; the arithmetic is float32

@@ -140,7 +140,7 @@ def multiply(
 
 def units_of(form: Form, weight: Weight) -> int:
     """Return the units of all outputs: of 16, of a weight with gate and up of 8."""
-    return -(-weight.outputs // (16 >> form.gated)) * (form.picks if form.picks and not form.down else 1)
+    return weight.outputs // (16 >> form.gated) * (form.picks if form.picks and not form.down else 1)
 
 
 def shared_bytes(form: Form, tiling: Tiling, own: int) -> int:

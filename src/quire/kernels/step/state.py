@@ -181,12 +181,10 @@ class DeviceState:
         return int(self._num_blocks[:, slots].max())
 
     def longest(self, slots: I32) -> int:
-        """Return an upper bound of the tokens of a request in these slots; 0 for none.
+        """Return an upper bound of the tokens of a request in these slots, one at least.
 
         `lengths` counts all drafts that were verified, blocks have room for those of a few steps.
         """
-        if not len(slots):
-            return 0
         return min(int(self.lengths[slots].max()), self.most_blocks(slots) * max(self.tables.block_sizes))
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
