@@ -13,5 +13,5 @@ def resources(source: CudaSource, folder: Path) -> str:
     (folder / "made.cubin").write_bytes(cubin)
     headers = nvrtc.headers()
     assert headers is not None
-    command = [headers.parent / "bin" / "cuobjdump", "-res-usage", folder / "made.cubin"]
+    command = [str(headers.parent / "bin" / "cuobjdump"), "-res-usage", str(folder / "made.cubin")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
