@@ -65,7 +65,7 @@ def _watch_layer(model: Decoder, index: int, block: Any, recording: Recording, s
     parts = _parts_below(model, index)
     for module in block.modules():
         if isinstance(module, Linear):
-            module.fuses = lambda norm: False  # type: ignore[method-assign]  # norms are steps of their own
+            module.fuses = lambda norm, rows: False  # type: ignore[method-assign]  # norms are steps of their own
     for half, part, branch, kinds in (
         (ATTENTION, block.attention, block.attention_branch, MIXERS),
         (FEED_FORWARD, block.mlp, block.mlp_branch, FEED_FORWARDS),
