@@ -23,6 +23,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __maxnreg__(n)
+#define __launch_bounds__(...)
 
 namespace emulated {
 struct Meeting { int arrived = 0, turn = 0; const char *at = nullptr; };
@@ -198,6 +199,7 @@ inline void __syncthreads() { meet(blocks[self->block].meeting, threads, AT); }
 inline float __shfl_xor_sync(unsigned, float x, int far) {
   return as<float>(give(AT, {as<uint32_t>(x)})[(self->thread % 32) ^ far][0]);
 }
+inline float __shfl_sync(unsigned, float x, int lane) { return as<float>(give(AT, {as<uint32_t>(x)})[lane][0]); }
 
 // PTX: names and operands as in the source, dots as one line, colons as none.
 inline void cvt_f32_f16(float &x, uint16_t y) { x = number(y); }
@@ -286,6 +288,7 @@ inline void st_sharedcluster_v2_f32(uint32_t at, float x, float y) {
   const float both[2] = {x, y};
   memcpy(shared(at, 8), both, 8);
 }
+inline void st_sharedcluster_f32(uint32_t at, float x) { memcpy(shared(at, 4), &x, 4); }
 inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes) {
   if ((uintptr_t)from % 16) fail("not aligned");
   const Copy one = {shared(to, 16), (const char *)from, bytes, self->group};
