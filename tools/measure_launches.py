@@ -11,7 +11,8 @@ Dummy weights. One engine per model: its CUDA graphs are captured once with each
     attention   `joined/decode_attention.py`, in all layers that can take it
     clusters    `joined/decode_clusters.py`; with numbers: blocks of a cluster, warps and stages in steps of every size
 
-With " triton" behind it, products of one row are those of the kernels in Triton, not of `one_row/`.
+With " triton" behind it, products of one row are those of the kernels in Triton, not of `one_row/`; with " apart" norm,
+router and choice of experts are three kernels.
 
 The first variant is the one that the others are compared with. "again" at the end repeats it, for what has drifted.
 
@@ -45,6 +46,7 @@ from quire.kernels.compile_cache import compiling_ahead
 from quire.kernels.joined import MOST_ROWS, decode_clusters
 from quire.kernels.joined.choice import JoinedDecodes
 from quire.kernels.one_row import product
+from quire.kernels.routing import normed
 from quire.layers.attention import Attention
 from quire.layers.stack import first_of_each_kind
 
@@ -85,7 +87,7 @@ def variants_of(text: str) -> list[str]:
     """Return the variants that the command line names. Raises ArgumentTypeError for a word that is none."""
     found = [" ".join(one.split()) for one in text.split(";") if one.strip()]
     for one in found:
-        if one != "again" and not re.fullmatch(r"(chain|attention|clusters( \d+:\d+:\d+)?)( triton)?", one):
+        if one != "again" and not re.fullmatch(r"(chain|attention|clusters( \d+:\d+:\d+)?)( triton)?( apart)?", one):
             raise argparse.ArgumentTypeError(f"{one} is none of {', '.join(WORDS)}, clusters BLOCKS:WARPS:STAGES")
     return found
 
@@ -166,8 +168,8 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
 
     def switch(variant: str) -> None:
         name = wanted[0] if variant == "again" else variant
-        product.ENABLED = not name.endswith(" triton")
-        word, _, sizes = name.removesuffix(" triton").partition(" ")
+        product.ENABLED, normed.ENABLED = " triton" not in name, " apart" not in name
+        word, _, sizes = name.removesuffix(" apart").removesuffix(" triton").partition(" ")
         decode_clusters.TILING = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else known
         for layer in own:
             rows = range(1, MOST_ROWS + 1) if word == "attention" else range(0)

@@ -26,6 +26,7 @@ from quire.layers.context import Build, StepContext
 from quire.layers.expert_dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -46,6 +47,8 @@ class Router(nn.Module):
         super().__init__()
         self.at, self.routing, self.exact, self.device = at, moe.routing, moe.router_float, build.device
         self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
+        joins = "norm" in build.linears[at].features and "norm of few rows" in build.kernels.features("routing")
+        self.joins_norm = joins and not moe.router_eps
         self.norm, self.eps = build.kernels.norm, moe.router_eps
         self.correction: Tensor | None = None
         self.scale: Tensor | None = None  # of the norm, over the root of the hidden size
@@ -81,6 +84,20 @@ class Router(nn.Module):
             self.adapted.add(logits, x, adapters)
         weights, ids = self.kernel.route(logits, self.correction, self.routing, live, self.expert_scale)
         return weights, ids
+
+    def normed(self, x: Tensor, norm: Norm, live: Tensor | None) -> tuple[Tensor, Routed] | None:
+        """Return norm(x) and `forward` of it by one kernel; None: it is not for x."""
+        if not self.joins_norm or norm.args.centered:
+            return None
+        weight, bias = self.packed
+        found: tuple[Tensor, Routed] | None = self.kernel.route_normed(
+            x,
+            (norm.weight, norm.eps),
+            (weight, bias, self.correction, self.expert_scale, self.exact),
+            self.routing,
+            live,
+        )
+        return found
 
 
 class Experts(nn.Module):
@@ -209,17 +226,29 @@ class MoE(nn.Module):
 
         residual   None: x
         """
-        residual, read = x if residual is None else residual, branch.read(x)
+        residual, (read, routed) = x if residual is None else residual, self._read(x, branch, ctx)
         scored = x if self.router.eps else read
         if branch.plain:
-            return self.added(read, scored, residual, ctx)
-        return branch.join(self.added(read, scored, torch.zeros_like(residual), ctx), residual)
+            return self.added(read, scored, residual, ctx, routed)
+        return branch.join(self.added(read, scored, torch.zeros_like(residual), ctx, routed), residual)
 
-    def added(self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`. scored: what the router reads."""
+    def _read(self, x: Tensor, branch: Branch, ctx: StepContext) -> tuple[Tensor, Routed | None]:
+        """Return the input of the half, and its experts where one kernel computes both."""
+        found = None
+        if branch.before is not None and self.choose is None and ctx.adapters is None:
+            found = self.router.normed(x, branch.before, ctx.live)
+        return (branch.read(x), None) if found is None else found
+
+    def added(
+        self, x: Tensor, scored: Tensor, hidden: Tensor, ctx: StepContext, routed: Routed | None = None
+    ) -> Tensor:
+        """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
+
+        scored   what the router reads;  routed  what it has chosen; None: it is to be asked
+        """
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = self._choice(scored, ctx)
+            weights, ids = self._choice(scored, ctx) if routed is None else routed
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:

@@ -30,7 +30,7 @@ from quire.kernels.select import select_kernels
 from quire.layers import moe
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
-from quire.layers.moe import BESIDE, Experts, MoE
+from quire.layers.moe import BESIDE, Experts, MoE, Router
 from quire.models import names, qwen3_moe
 from quire.plan.dispatchers import Hardware, resolve_moe
 from quire.plan.kinds.blocks import operations
@@ -167,6 +167,66 @@ def test_the_block_of_every_family(family: str) -> None:
     torch.testing.assert_close(layer(hidden.clone(), branch, CTX), expected, rtol=1e-5, atol=max(1e-5, near))
     torch.testing.assert_close(layer(hidden[:1].clone(), branch, CTX), expected[:1], rtol=1e-5, atol=1e-5)
     assert layer(hidden[:0].clone(), branch, CTX).shape == (0, args.hidden_size)
+
+
+class JoinedNorm:
+    """A kernel of routing that norms and scores rows, too; it refuses more than two of them."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels, self.asked = kernels, list[int]()
+        self.route = kernels.routing.route
+
+    def route_normed(
+        self, x: Tensor, norm: tuple[Tensor, float], router: Any, routing: Routing, live: Tensor | None
+    ) -> Any:
+        if len(x) > 2:
+            return None
+        self.asked.append(len(x))
+        weight, bias, correction, factors, _ = router
+        normed = self.kernels.norm.rms_norm(x, *norm)
+        return normed, self.route(self.kernels.linear.run(normed, weight, bias), correction, routing, live, factors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_kernel_that_norms_scores_and_chooses(family: str) -> None:
+    """It is asked for every step but those with adapters, of drawn experts, or of a layer whose steps are recorded."""
+    args, theirs = block(family)
+    build = build_for(args, linear="ref")
+    layer, branch = filled(args, theirs, build), branch_for(args, build)
+    hidden, live = torch.randn(3, args.hidden_size), torch.tensor([True, False])
+    expected = layer(hidden.clone(), branch, CTX)
+    dead = layer(hidden[:2].clone(), branch, replace(CTX, live=live))
+    kernel = JoinedNorm(build.kernels)
+    layer.router.kernel, layer.router.joins_norm = kernel, True
+    assert torch.equal(layer(hidden.clone(), branch, CTX), expected) and not kernel.asked
+    torch.testing.assert_close(layer(hidden[:2].clone(), branch, CTX), expected[:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(hidden[:2].clone(), branch, replace(CTX, live=live)), dead)
+    assert kernel.asked == [2, 2]
+    adapters: Any = object()
+    layer(hidden[:2].clone(), branch, replace(CTX, adapters=adapters))
+    layer.choose = partial(uniform, build.kernels.routing, layer.router.routing)
+    layer(hidden[:2].clone(), branch, CTX)
+    layer.choose, layer.router.joins_norm = None, False
+    layer(hidden[:2].clone(), branch, CTX)
+    assert kernel.asked == [2, 2]
+
+
+def test_which_routers_join_their_norm() -> None:
+    """Routers whose product may have any order, and that read what the experts read."""
+    args, _ = block("qwen3_moe")
+    build, at = build_for(args), f"{prefix(args)}router"
+    assert args.moe is not None
+    joined = replace(build.kernels.choices[0], op="routing", features=("norm of few rows",))
+    kernels = replace(build.kernels, choices=(joined,))
+    for features, choices, eps, expected in (
+        (("norm",), kernels, 0.0, True),
+        (("norm",), kernels, 1e-6, False),
+        ((), kernels, 0.0, False),
+        (("norm",), build.kernels, 0.0, False),
+    ):
+        linears = {at: structs.replace(build.linears[at], features=features)}
+        own = replace(build, kernels=choices, linears=linears)
+        assert Router(at, structs.replace(args.moe, router_eps=eps), own).joins_norm == expected
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, **experts: Any) -> ModelArgs:

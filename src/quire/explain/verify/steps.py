@@ -26,6 +26,7 @@ from quire.layers.branch import Branch
 from quire.layers.decoder import Decoder
 from quire.layers.layer_inputs import OwnInput
 from quire.layers.linear import Linear
+from quire.layers.moe import Router
 
 
 def check_layers(model: Decoder) -> None:
@@ -66,6 +67,8 @@ def _watch_layer(model: Decoder, index: int, block: Any, recording: Recording, s
     for module in block.modules():
         if isinstance(module, Linear):
             module.fuses = lambda norm, rows: False  # type: ignore[method-assign]  # norms are steps of their own
+        if isinstance(module, Router):
+            module.joins_norm = False
     for half, part, branch, kinds in (
         (ATTENTION, block.attention, block.attention_branch, MIXERS),
         (FEED_FORWARD, block.mlp, block.mlp_branch, FEED_FORWARDS),

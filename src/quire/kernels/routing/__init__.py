@@ -4,6 +4,11 @@ route(logits [T, E], correction [E] float32 or None, routing, live [T] bool or N
     -> weights [T, k] float32, ids [T, k] int32
     All arithmetic is float32, for logits of any dtype. The ids of a token are k different numbers in [0, E), even if
     its logits are NaN; those of a token that is not live are -1. Does not wait for the device.
+
+With the feature "norm of few rows":
+route_normed(x [T, K], (norm's weight [K], eps), (router's weight, its bias, correction, expert_scale, exact), routing,
+             live) -> (norm(x) [T, K], (weights, ids)), or None where it has no kernel for x
+    exact   the logits stay float32, else they have the dtype of x
 """
 
 from collections.abc import Callable

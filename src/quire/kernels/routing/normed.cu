@@ -5,8 +5,8 @@
 // largest key first, of equal keys that of the lower expert, as routing/triton.py does.
 //
 // Macros: K inputs; EXPERTS, PICKS of a row; CLUSTER blocks of a cluster; WARPS of a block; SOFTMAX 1: scores by
-// softmax, 0: by sigmoid; CORRECTED 1: a correction is added to scores for the choice; BY_LOGITS 1: experts are chosen by
-// logits; NORMALIZE 1: weights are divided by their sum; EXACT 1: logits stay float32, 0: they are rounded to bfloat16.
+// softmax, 0: by sigmoid; CORRECTED 1: a correction is added to scores for the choice; BY_LOGITS 1: experts are chosen
+// by logits; NORMALIZE 1: weights are divided by their sum; EXACT 1: logits stay float32, 0: bfloat16 rounds them.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -30,7 +30,8 @@ constexpr int TURNS = (CHUNKS + THREADS - 1) / THREADS, STEPS = (CHUNKS + 31) / 
 constexpr int EACH = (EXPERTS + CLUSTER - 1) / CLUSTER, OWN = (EACH + WARPS - 1) / WARPS;
 constexpr int LANES = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr int PART = (CHUNKS + CLUSTER - 1) / CLUSTER;
-constexpr int LOGITS = CHUNKS * 16, SQUARES = LOGITS + (EXPERTS + 1) / 2 * 8;  // places in shared memory, behind the row
+// places in shared memory, behind the row
+constexpr int LOGITS = CHUNKS * 16, SQUARES = LOGITS + (EXPERTS + 1) / 2 * 8;
 static_assert(K % 8 == 0 && EXPERTS < 65536 && PICKS <= 32 && PICKS <= EXPERTS && WARPS <= 32, "sizes");
 
 __device__ __forceinline__ float widen(u32 bits) { return __uint_as_float(bits << 16); }
@@ -191,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
                  "r"(packed[2]), "r"(packed[3])
                  : "memory");
     if (chunk / PART == rank)
-      asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(args.normed + (i64)row * K + chunk * 8), "r"(packed[0]),
-                   "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+      asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(args.normed + (i64)row * K + chunk * 8),
+                   "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
                    : "memory");
   }
   __syncthreads();

@@ -24,7 +24,7 @@ ENABLED = True
 MOST_ROWS = 8
 CLUSTER = 8  # blocks
 MOST_WARPS = 16
-MOST_WEIGHTS = 8192  # numbers of the router's weight that a warp has in registers
+MOST_WEIGHTS = 4096  # numbers of the router's weight that a warp has in registers
 
 
 class Scores(NamedTuple):
@@ -78,7 +78,10 @@ def route(
     norm   weight [K] and eps of the RMS norm that the router reads
     """
     rows, picks = len(x), routing.top_k
-    normed, ids = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, picks, dtype=torch.int32)
+    normed, ids = (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(rows, picks, dtype=torch.int32),
+    )
     weights = x.new_empty(rows, picks, dtype=torch.float32)
     tensors = x, norm[0], *scores[:4], live, normed, weights, ids
     args = _Args(
