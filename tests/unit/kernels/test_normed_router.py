@@ -53,6 +53,7 @@ def chain(x: Tensor, weight: Tensor, scores: Scores, routing: Routing, live: Ten
         (PLAIN, 520, True, {"factors": True}),  # no whole number of chunks for the lanes
         (SIGMOIDS, 72, True, {"bias": True}),  # experts that no warp has
         (CORRECTED, 264, False, {"factors": True}),
+        (replace(CORRECTED, scoring="softmax", num_experts=70, normalize_eps=0), 264, True, {}),
         (replace(PLAIN, num_experts=300, top_k=32), 64, False, {"bias": True}),  # three experts of a warp
         (Routing(num_experts=1, top_k=1, scoring="sigmoid"), 8, True, {}),
     ],

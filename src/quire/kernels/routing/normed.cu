@@ -5,12 +5,14 @@
 // largest key first, of equal keys that of the lower expert, as routing/triton.py does.
 //
 // Macros: K inputs; EXPERTS, PICKS of a row; CLUSTER blocks of a cluster; WARPS of a block; SOFTMAX 1: scores by
-// softmax, 0: by sigmoid; CORRECTED 1: a correction is added to scores for the choice; BY_LOGITS 1: experts are chosen
-// by logits; NORMALIZE 1: weights are divided by their sum; EXACT 1: logits stay float32, 0: bfloat16 rounds them.
+// softmax, 0: by sigmoid; TOTAL 1: it needs the sum of all, 0: it cancels; CORRECTED 1: a correction is added to scores
+// for the choice; NORMALIZE 1: weights are divided by their sum; EXACT 1: logits stay float32, 0: bfloat16 rounds them;
+// KEY type of a key: u32 with EXACT 0 and CORRECTED 0, else u64.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
+typedef unsigned long long u64;
 
 struct Args {
   const u16 *x, *norm, *weight;  // [T, K] with stride; [K]; [EXPERTS, K]
@@ -74,58 +76,73 @@ __device__ __forceinline__ u32 most(u32 x) {
   return y;
 }
 
-// The bits of a number, so changed that they are in its order. 0 is below all of them.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x), turned = bits ^ (bits >> 31 ? 0xffffffff : 0x80000000);
-  return turned ? turned : 1;
-}
-__device__ __forceinline__ float of_order(u32 x) { return __uint_as_float(x ^ (x >> 31 ? 0x80000000 : 0xffffffff)); }
+// A number and an expert as one key. Keys differ, and are in the order of the numbers, of equal ones the lower expert
+// first; 0 is below all of them. The numbers are logits, but with a correction: a softmax keeps their order.
+constexpr bool SHORT = !EXACT && !CORRECTED;  // 16 bits have the number
+typedef KEY Key;
 
-// Chooses the experts of a row by its logits. One warp; a lane has every 32nd expert.
+__device__ __forceinline__ Key key_of(float x, int expert) {
+  const u32 bits = __float_as_uint(x), ordered = bits ^ (bits >> 31 ? 0xffffffff : 0x80000000);
+  const Key high = SHORT ? ordered >> 16 : ordered;
+  return high << (sizeof(Key) * 4) | (65535 - expert);
+}
+
+// The largest key of the warp.
+__device__ __forceinline__ Key largest(Key x) {
+  const u32 high = most((u32)(x >> (sizeof(Key) * 8 - 32)));
+  if (SHORT) return high;
+  return (Key)high << 32 % (sizeof(Key) * 8) | most((u32)(x >> (sizeof(Key) * 8 - 32)) == high ? (u32)x : 0);
+}
+
+__device__ __forceinline__ float score(float logit, float top) {
+  return SOFTMAX ? __expf(logit - top) : 1 / (1 + __expf(-logit));
+}
+
+// Chooses the experts of a row by its logits. One warp; a lane has every 32nd expert, the best one first.
 __device__ __forceinline__ void choose(const Args &args, int row, const float *logits, const float *correction) {
   const int lane = threadIdx.x % 32;
-  float score[LANES], total = 0;
-  u32 key[LANES], top = 0;
+  float logit[LANES], top = __int_as_float(0xff800000), total = 0;
+  Key keys[LANES];
 #pragma unroll
   for (int i = 0; i < LANES; i++) {
-    const int expert = i * 32 + lane;
-    score[i] = expert < EXPERTS ? logits[expert] : 0, key[i] = expert < EXPERTS ? ordered(score[i]) : 0;
-    top = key[i] > top ? key[i] : top;
+    logit[i] = i * 32 + lane < EXPERTS ? logits[i * 32 + lane] : top;
+    keys[i] = i * 32 + lane < EXPERTS ? key_of(logit[i], i * 32 + lane) : 0;
   }
-  if (SOFTMAX) top = most(top);
+  if (TOTAL) {
 #pragma unroll
-  for (int i = 0; i < LANES; i++) {
-    if (i * 32 + lane >= EXPERTS) continue;
-    score[i] = SOFTMAX ? __expf(score[i] - of_order(top)) : 1 / (1 + __expf(-score[i]));
-    total += score[i];
-  }
-  if (SOFTMAX) {
+    for (int i = 0; i < LANES; i++) top = fmaxf(top, logit[i]);
+#pragma unroll
+    for (int far = 16; far; far /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
+#pragma unroll
+    for (int i = 0; i < LANES; i++) total += score(logit[i], top);
     total = sum_of_warp(total);
-#pragma unroll
-    for (int i = 0; i < LANES; i++) score[i] /= total;
   }
-  if (!BY_LOGITS)
+  if (CORRECTED)
 #pragma unroll
     for (int i = 0; i < LANES; i++)
-      if (i * 32 + lane < EXPERTS) key[i] = ordered(score[i] + (CORRECTED ? correction[i] : 0));
-  float weight = 0, sum = 0;
-  int id = 0;
-#pragma unroll 1
+      if (keys[i]) keys[i] = key_of(score(logit[i], top) / (SOFTMAX ? total : 1) + correction[i], i * 32 + lane);
+#pragma unroll
+  for (int i = 1; i < LANES; i++)
+#pragma unroll
+    for (int j = i; j > 0; j--) {
+      const Key before = keys[j - 1], own = keys[j];
+      keys[j - 1] = own > before ? own : before, keys[j] = own > before ? before : own;
+    }
+  Key found = 0;
+#pragma unroll
   for (int pick = 0; pick < PICKS; pick++) {
-    u32 best = 0, last = 0;  // 65536 - expert
-    float mine = 0;
+    const Key best = largest(keys[0]);
+    if (lane == pick) found = best;
+    const bool mine = keys[0] == best;
 #pragma unroll
-    for (int i = 0; i < LANES; i++)
-      if (key[i] > best) best = key[i], last = 65536 - (i * 32 + lane), mine = score[i];
-    const u32 found = most(best), chosen = 65536 - most(best == found ? last : 0);
-#pragma unroll
-    for (int i = 0; i < LANES; i++) key[i] = i * 32 + lane == chosen ? 0 : key[i];
-    const float its = __shfl_sync(~0u, mine, chosen % 32);
-    sum += its;
-    if (pick == lane) weight = its, id = chosen;
+    for (int i = 0; i < LANES; i++) keys[i] = !mine ? keys[i] : i + 1 < LANES ? keys[i + 1 < LANES ? i + 1 : 0] : 0;
   }
+  const int id = lane < PICKS ? 65535 - (int)(found & 65535) : 0;
+  const float own = logits[id];
+  if (SOFTMAX && !TOTAL) top = __shfl_sync(~0u, own, 0);
+  float weight = lane < PICKS ? score(own, top) / (SOFTMAX && TOTAL ? total : 1) : 0;
+  if (NORMALIZE) weight /= sum_of_warp(weight) + args.sum_eps;
   if (lane >= PICKS) return;
-  if (NORMALIZE) weight /= sum + args.sum_eps;
   weight *= args.scaling;
   if (args.factors) weight *= args.factors[id];
   args.weights[row * PICKS + lane] = weight;

@@ -118,7 +118,9 @@ def shared_bytes(inputs: int, routing: Routing) -> int:
 @functools.cache
 def kernel_of(inputs: int, routing: Routing, corrected: bool, exact: bool) -> CudaKernel:
     """Return the kernel of a router. corrected: it has a correction; exact: logits stay float32"""
-    defines = {"K": inputs, "EXPERTS": routing.num_experts, "PICKS": routing.top_k, "CLUSTER": CLUSTER}
+    defines: dict[str, int | str] = {"K": inputs, "EXPERTS": routing.num_experts, "PICKS": routing.top_k, "CLUSTER": CLUSTER}
     defines |= {"WARPS": warps_of(routing), "SOFTMAX": int(routing.scoring == "softmax"), "CORRECTED": int(corrected)}
-    defines |= {"NORMALIZE": int(routing.normalize), "BY_LOGITS": int(routing.by_logits), "EXACT": int(exact)}
+    cancels = routing.normalize and not routing.normalize_eps and not corrected
+    defines |= {"NORMALIZE": int(routing.normalize), "TOTAL": int(routing.scoring == "softmax" and not cancels)}
+    defines |= {"EXACT": int(exact), "KEY": "u64" if exact or corrected else "u32"}
     return CudaSource(SOURCE, defines).kernel("normed_router")
