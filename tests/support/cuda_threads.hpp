@@ -110,11 +110,13 @@ inline float half(uint32_t bits) {
   return exponent == 31 ? NAN : bits >> 15 & 1 ? -x : x;
 #endif
 }
-inline uint32_t half_bits(float x) {  // of a number that float16 has
+inline uint32_t half_bits(float x) {  // rounded to float16
   if (x != x) return 0x7e00;
-  uint32_t y = 0;
-  while (half(y) != std::fabs(x)) y++;
-  return y | (std::signbit(x) ? 0x8000 : 0);
+  const float y = std::fabs(x);
+  const uint32_t sign = std::signbit(x) ? 0x8000 : 0;
+  if (y >= 65520) return sign | 0x7c00;
+  const int exponent = std::max(y ? std::ilogb(y) : -14, -14);
+  return sign | ((exponent + 14) << 10) + (uint32_t)std::nearbyint(std::ldexp(y, 10 - exponent));
 }
 inline float number(uint32_t bits) {
 #if HALF
@@ -203,7 +205,7 @@ inline float __shfl_sync(unsigned, float x, int lane) { return as<float>(give(AT
 
 // PTX: names and operands as in the source, dots as one line, colons as none.
 inline void cvt_f32_f16(float &x, uint16_t y) { x = number(y); }
-inline void cvt_rn_f16x2_f32(uint32_t &x, float high, float low) { x = bits(high) << 16 | bits(low); }
+inline void cvt_rn_f16x2_f32(uint32_t &x, float high, float low) { x = half_bits(high) << 16 | half_bits(low); }
 inline void cvt_rn_bf16x2_f32(uint32_t &x, float high, float low) { x = bits(high) << 16 | bits(low); }
 inline void cvt_rn_satfinite_e4m3x2_f32(uint16_t &x, float high, float low) {
   x = e4m3_bits(high) << 8 | e4m3_bits(low);

@@ -29,6 +29,6 @@ def emulate(patch: pytest.MonkeyPatch, folder: Path, tiling: Tiling) -> Callable
     patch.setattr(product, "kernel_of", lambda form, _: kernel_of(form))
     patch.setattr(product, "multiprocessors", lambda: MULTIPROCESSORS)
     patch.setattr(product, "shared_memory", lambda: SHARED)
-    patch.setattr(product, "TILING", tiling)
+    patch.setattr(product, "tiling_of", lambda _: tiling)
     patch.setattr(product, "runs_on", lambda _: True)
     return kernel_of

@@ -13,12 +13,12 @@ from quire.args.experts import Routing
 from quire.kernels.norm import ref as norms
 from quire.kernels.routing import normed, ref
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
-from quire.kernels.routing.normed import Scores
+from quire.kernels.routing.normed import Scores, Tiling
 
 from ...support.cuda_emulated import EmulatedKernel
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-EPS = 1e-5
+EPS, ROWS = 1e-5, (True, False, True)  # rows that are live
 PLAIN = Routing(num_experts=64, top_k=6, scoring="softmax", scaling=2.0)
 SIGMOIDS = Routing(num_experts=36, top_k=5, scoring="sigmoid", normalize=True, normalize_eps=1e-3)
 CORRECTED = replace(SIGMOIDS, correction=True, scaling=2.5)
@@ -63,14 +63,16 @@ def test_as_three_operations(
     routing: Routing, inputs: int, exact: bool, more: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, one of which may choose none, in two orders of threads. There is no near tie, which may turn."""
-    defines = normed.kernel_of(inputs, routing, routing.correction, exact).source.defines
+    tiling = normed.tiling_of(len(ROWS), inputs, routing.num_experts)
+    assert tiling is not None
+    defines = normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source.defines
     kernel = EmulatedKernel(normed.SOURCE, dict(defines), "normed_router", tmp_path)
     monkeypatch.setattr(normed, "kernel_of", lambda *_: kernel)
     torch.manual_seed(inputs)
     scores, weight = router(routing, inputs, exact=exact, **more), (torch.rand(inputs) + 0.5).bfloat16()
-    x = torch.randn(3, inputs + 8).bfloat16()[:, :inputs]
+    x = torch.randn(len(ROWS), inputs + 8).bfloat16()[:, :inputs]
     x[2] *= 1e-3
-    for live in (None, torch.tensor([True, False, True])):
+    for live in (None, torch.tensor(ROWS)):
         given, weights, ids, _ = chain(x, weight, scores, routing, live)
         for early in (False, True):
             kernel.early, kernel.released = early, _hide(x, live)
@@ -84,9 +86,8 @@ def test_as_three_operations(
 def test_ties_and_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal logits the lower experts are chosen, and of NaN different ones."""
     routing = replace(QWEN3, num_experts=70)
-    kernel = EmulatedKernel(
-        normed.SOURCE, dict(normed.kernel_of(64, routing, False, False).source.defines), "normed_router", tmp_path
-    )
+    source = normed.kernel_of(64, routing, False, False, Tiling(16, 5)).source
+    kernel = EmulatedKernel(normed.SOURCE, dict(source.defines), "normed_router", tmp_path)
     monkeypatch.setattr(normed, "kernel_of", lambda *_: kernel)
     scores = router(routing, 64, exact=False)
     scores.weight[:] = scores.weight[0]
@@ -123,10 +124,12 @@ def _hide(*tensors: Tensor | None) -> Callable[[], object]:
         ({"routing": DEEPSEEK_V2}, False),
         ({"routing": DEEPSEEK_V3}, False),
         ({"inputs": 4096}, True),
+        ({"rows": 3, "inputs": 4096}, True),
         ({"inputs": 4104}, False),  # no room in registers
         ({"inputs": 260}, False),
-        ({"routing": replace(QWEN3, num_experts=256)}, True),
-        ({"routing": replace(QWEN3, num_experts=257)}, False),
+        ({"routing": replace(QWEN3, num_experts=512)}, True),
+        ({"routing": replace(QWEN3, num_experts=513)}, False),
+        ({"rows": 3, "routing": replace(QWEN3, num_experts=512)}, False),
         ({"routing": replace(QWEN3, top_k=33)}, False),
         ({"first": 8}, True),
         ({"first": 4}, False),  # loads have 16 bytes

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels import cuda_source, nvrtc
 from quire.kernels.linear import weight_only_hopper
 from quire.kernels.one_row import product
-from quire.kernels.one_row.product import TILING, Form, Weight, kernel_of, shared_bytes, takes
+from quire.kernels.one_row.product import Form, Weight, kernel_of, shared_bytes, takes, tiling_of
 
 from ...support.cubins import resources
 from ...support.one_row import SHARED
@@ -34,7 +34,7 @@ FORMS = [
 
 
 def test_shared_memory_is_enough() -> None:
-    assert max(shared_bytes(form, TILING, MOST_OWN) for form in FORMS) <= SHARED
+    assert max(shared_bytes(form, tiling_of(form), MOST_OWN) for form in FORMS) <= SHARED
 
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
@@ -42,10 +42,10 @@ def test_shared_memory_is_enough() -> None:
 def test_it_compiles_without_a_stack(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A multiprocessor has registers for one block, not for two."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    told = resources(kernel_of(form, TILING).source, tmp_path)
+    told = resources(kernel_of(form, tiling_of(form)).source, tmp_path)
     assert "STACK:0 " in told and "LOCAL:0 " in told, told
     (registers,) = map(int, re.findall(r"REG:(\d+)", told))
-    assert REGISTERS // 2 < registers * TILING.warps * 32 <= REGISTERS
+    assert REGISTERS // 2 < registers * tiling_of(form).warps * 32 <= REGISTERS
 
 
 class Row:

@@ -19,7 +19,7 @@ from quire.kernels.linear.epilogue import Epilogue
 from quire.kernels.linear.scaled_weight import Scaled
 from quire.kernels.norm import ref as norms
 from quire.kernels.one_row import experts, linear, product
-from quire.kernels.one_row.product import TILING, Form, Tiling, Weight
+from quire.kernels.one_row.product import Form, Tiling, Weight, tiling_of
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN
 
 from ...support.one_row import COMPILER, MULTIPROCESSORS, SHARED, emulate
@@ -216,7 +216,8 @@ def test_experts_of_other_ranks_are_left_to_others(launches: Launches, monkeypat
 
 
 def test_the_sums_of_a_block_have_room(launches: Launches) -> None:
-    row, unit = product.shared_bytes(Form(8, 128), TILING, 0), product.shared_bytes(Form(8, 128), TILING, 1)
+    form = Form(8, 128)
+    row, unit = (product.shared_bytes(form, tiling_of(form), own) for own in (0, 1))
     own = (SHARED - row) // (unit - row)
     assert offered("scaled", shape=(16 * MULTIPROCESSORS * own, 128))
     assert launches[0]["shared_bytes"] <= SHARED and launches[0]["blocks"] == MULTIPROCESSORS
@@ -225,7 +226,7 @@ def test_the_sums_of_a_block_have_room(launches: Launches) -> None:
 
 def close(actual: Tensor, expected: Tensor) -> None:
     error = (actual.double() - expected).norm() / expected.norm()
-    assert error < (1e-5 if actual.dtype == torch.float32 else 4e-3), error
+    assert error < (3e-5 if actual.dtype == torch.float32 else 4e-3), error
 
 
 @needs_compiler

@@ -44,7 +44,7 @@ def test_one_matrix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In two orders of threads, the residual in y where types allow it; 4 bits with zero points and without."""
-    kernel = emulate(monkeypatch, tmp_path, tiling)(form)
+    kernels = emulate(monkeypatch, tmp_path, tiling)
     torch.manual_seed(outputs)
     x, norm = (
         torch.randn(1, form.inputs).bfloat16(),
@@ -54,10 +54,14 @@ def test_one_matrix(
     if form.bits == 8 and not form.norm:  # groups of almost zeros and of zeros
         x[:, :128] *= 1e-13
         x[:, 128:256] = 0
+    if form.bits == 4:  # a group of numbers that float16 has not, and in each group some that are too small for it
+        x[:, :128] *= 1e9
+        x[:, ::3] *= 1e-6
     residual = torch.randn(1, outputs).bfloat16() if added else None
     inputs = _inputs(form, norms.rms_norm(x, norm, 1e-5) if form.norm else x)
     for weight, numbers in _weights(form, outputs):
-        wanted = inputs @ numbers.T
+        form = form._replace(zeros=weight.zeros is not None)
+        kernel, wanted = kernels(form), inputs @ numbers.T
         if form.gated:
             wanted = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
         if residual is not None:
@@ -158,4 +162,4 @@ def _compare(y: Tensor, wanted: Tensor) -> None:
     assert behind.isnan().all()
     least = wanted.norm() / wanted.numel() ** 0.5
     errors = (y.double() - wanted).abs()
-    assert (errors <= (2e-5 if y.dtype == torch.float32 else 4e-3) * (wanted.abs() + least)).all(), errors
+    assert (errors <= (5e-5 if y.dtype == torch.float32 else 4e-3) * (wanted.abs() + least)).all(), errors

@@ -30,7 +30,8 @@ def words(x: Tensor, weight: Weight, bits: int, group: int, into: Epilogue, norm
 
     bits, group   see `words.product`
     """
-    form, layout = _form(4, x, into, norm), bits == 4 and group == GROUP and weight.scales.dtype == torch.float32
+    form = _form(4, x, into, norm)._replace(zeros=weight.zeros is not None)
+    layout = bits == 4 and group == GROUP and weight.scales.dtype == torch.float32
     if not layout or not _fits(form, x, weight, into, norm):
         return None
     return multiply(form, x, weight, into.y, norm=norm, residual=into.residual)

@@ -13,7 +13,8 @@
 // Macros: FORMAT bits of a weight: 8 FP8 in blocks of 128 x 128, 4 words (`weight_only/words.py`); K inputs of a
 // matrix; WARPS of a block; AHEAD; REGISTERS of a thread, at most; GATED 1: a unit has 8 outputs of gate and the same
 // 8 of up; NORM 1: the row is normed; PICKS experts of the row, 0: one matrix; DOWN 1: their results are added, with a
-// row for each; POWERS 1: scales of the row are powers of two; FLOAT 1: y is float32.
+// row for each; POWERS 1: scales of the row are powers of two; ZEROS 1: numbers of 4 bits have zero points, 0: they are
+// 8; FLOAT 1: y is float32.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -23,7 +24,7 @@ struct Args {
   const u16 *x, *norm;        // [K], with DOWN [PICKS, K]; [K]
   const char *weight;         // [experts, N, K]; with GATED [experts, 2 N, K]
   const float *scales;        // FP8: [experts, N / 128, K / 128]; 4 bits: [N / 16, K / 128, 16]
-  const u8 *zeros;            // 4 bits: as scales, or none: all are 8
+  const u8 *zeros;            // 4 bits: as scales, with ZEROS
   const u16 *residual;        // [N], or none
   void *y;                    // [N], of experts without DOWN [PICKS, N]
   const int *ids;             // [PICKS] experts, below 0: none
@@ -36,8 +37,9 @@ struct Args {
 constexpr int INPUTS = K * (DOWN ? PICKS : 1), STEPS = INPUTS / 128, OF_MATRIX = K / 128;
 constexpr int WORDS = FORMAT * 2, EACH = GATED ? 8 : 16;  // registers of a lane for a step; outputs of a unit
 constexpr int THREADS = WARPS * 32, TURNS = (STEPS + WARPS - 1) / WARPS;
+constexpr int OF_STEP = FORMAT == 8 ? 4 : 8;  // bytes of a step of the row: scale; 4 bits: and sum
 // places in shared memory, behind the row in 16 bits
-constexpr int X_SCALES = INPUTS * 2, CHOSEN = X_SCALES + (STEPS * 4 + 15) / 16 * 16;
+constexpr int X_SCALES = INPUTS * 2, CHOSEN = X_SCALES + (STEPS * OF_STEP + 15) / 16 * 16;
 constexpr int SQUARES = CHOSEN + 128, PARTS = SQUARES + 128;  // parts: [own, WARPS, 16]
 static_assert(K % 128 == 0 && PICKS <= 16 && WARPS <= 32 && (FORMAT == 8 || !PICKS) && !(PICKS && NORM), "sizes");
 
@@ -46,6 +48,12 @@ __device__ __forceinline__ float widen(u32 bits) { return __uint_as_float(bits <
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 x;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+  u32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
   return x;
 }
 
@@ -91,11 +99,7 @@ __device__ __forceinline__ void load_inputs(u32 *to, const void *at) {
 }
 
 // c = a b, and c += a b.
-#if FORMAT == 8
 #define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
 __device__ __forceinline__ void begin_sum(float *c, const u32 *a, const u32 *b) {
   asm volatile(PRODUCT " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
@@ -150,7 +154,8 @@ struct Reader {
 #if FORMAT == 4
     const i64 place = (i64)here * OF_MATRIX + from;
     at = weight + place * 1024 + lane * 16;
-    scale = args.scales + place * 16 + g, zero = args.zeros + place * 16 + g;
+    scale = args.scales + place * 16 + g;
+    if (ZEROS) zero = args.zeros + place * 16 + g;
 #else
     const int row = here * EACH;
     at = weight + (i64)(row + g) * K + from * 128 + t * 16;
@@ -164,9 +169,8 @@ struct Reader {
 #if FORMAT == 4
     load_weights(tile.words, at), load_weights(tile.words + 4, at + 512);
     tile.scale[0] = scale[0], tile.scale[1] = scale[8];
-    tile.zero[0] = tile.zero[1] = 8;
-    if (args.zeros) tile.zero[0] = zero[0], tile.zero[1] = zero[8];
-    at += 1024, scale += 16, zero += 16;
+    if (ZEROS) tile.zero[0] = zero[0], tile.zero[1] = zero[8], zero += 16;
+    at += 1024, scale += 16;
 #else
     load_weights(tile.words, at), load_weights(tile.words + 4, at + 64);
     const char *other = GATED ? beside : at + 8 * K;
@@ -181,9 +185,18 @@ struct Reader {
   }
 };
 
+// Masks of the numbers of 4 bits of outputs g and g + 8 in a word. As constants they would be loaded before each use:
+// an instruction in five. So the compiler must not know that n is positive.
+struct Masks {
+  u32 first, other;
+
+  __device__ __forceinline__ explicit Masks(int n) : first(0x000f000f + (n >> 31)), other(0x00f000f0 + (n >> 31)) {}
+};
+
 // Multiplies a step with the row in shared memory, and adds to the sums of outputs g and g + 8, which all lanes with
 // the same g have. factor: of the expert.
-__device__ __forceinline__ void add(float *sums, const Tile &tile, const char *memory, int step, float factor) {
+__device__ __forceinline__ void add(float *sums, const Tile &tile, const char *memory, int step, float factor,
+                                    const Masks &masks) {
   const uint4 *x = (const uint4 *)(memory + step * 256) + threadIdx.x % 4 * 2;
   float even[4], odd[4];
 #pragma unroll
@@ -197,21 +210,24 @@ __device__ __forceinline__ void add(float *sums, const Tile &tile, const char *m
 #if FORMAT == 8
       halves(a[0], a[2], tile.words[m]), halves(a[1], a[3], tile.words[8 + m]);
 #else
-      // A number q is 128 + q in bfloat16: its bits behind those of 128. Zeros are taken from the sums.
-#pragma unroll
-      for (int l = 0; l < 4; l++) a[l] = (tile.words[m] >> (4 * l) & 0x000f000fu) | 0x43004300u;
+      // A number q is 1024 + q or 1024 + 16 q in float16: its bits behind those of 1024. Sums are corrected.
+      const u32 later = tile.words[m] >> 8, thousand = 0x64006400;
+      a[0] = tile.words[m] & masks.first | thousand, a[1] = tile.words[m] & masks.other | thousand;
+      a[2] = later & masks.first | thousand, a[3] = later & masks.other | thousand;
 #endif
       if (j) go_on(i ? odd : even, a, b + 2 * i);
       else begin_sum(i ? odd : even, a, b + 2 * i);
     }
   }
-  const float own = ((const float *)(memory + X_SCALES))[step];  // 4 bits: the sum of the step's inputs
 #if FORMAT == 8
+  const float own = ((const float *)(memory + X_SCALES))[step];
   sums[0] += factor * own * tile.scale[0] * (even[0] + odd[0]);
   sums[1] += factor * own * tile.scale[1] * (even[2] + odd[2]);
 #else
-  sums[0] += tile.scale[0] * (even[0] + odd[0] - (128 + (int)tile.zero[0]) * own);
-  sums[1] += tile.scale[1] * (even[2] + odd[2] - (128 + (int)tile.zero[1]) * own);
+  const float2 own = ((const float2 *)(memory + X_SCALES))[step];
+  const int zero[2] = {ZEROS ? tile.zero[0] : 8, ZEROS ? tile.zero[1] : 8};
+  sums[0] += tile.scale[0] * own.x * (even[0] + odd[0] - (1024 + zero[0]) * own.y);
+  sums[1] += tile.scale[1] * own.x * ((even[2] + odd[2]) * 0.0625f - (64 + zero[1]) * own.y);
 #endif
 }
 
@@ -265,16 +281,16 @@ struct Row {
       const int step = i * WARPS + threadIdx.x / 32;
       if (step >= STEPS) continue;
       float x[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = widen(given[i][j / 2] >> j % 2 * 16 & 0xffff);
-#if FORMAT == 8
-      u32 largest = 0x2edbe6ff;  // 1e-10
+      u32 largest = FORMAT == 8 ? 0x2edbe6ff : 0x00800000;  // 1e-10; the least number that is not denormal
 #pragma unroll
       for (int j = 0; j < 4; j++) {
+        x[j] = widen(given[i][j / 2] >> j % 2 * 16 & 0xffff);
         const u32 magnitude = __float_as_uint(x[j]) & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
       }
-      float scale = divided(__uint_as_float(most(largest)), 448.0f, 1.0f / 448);
+      largest = most(largest);
+#if FORMAT == 8
+      float scale = divided(__uint_as_float(largest), 448.0f, 1.0f / 448);
 #if POWERS
       const u32 bits = __float_as_uint(scale);
       if (bits < 0x7f800000) scale = __uint_as_float((bits + 0x7fffff) & 0x7f800000);
@@ -286,12 +302,17 @@ struct Row {
           make_uint2(two_halves(eight_bits(x[0], x[1])), two_halves(eight_bits(x[2], x[3])));
       if (lane == 0) scales[step] = scale;
 #else
+      // Numbers below 2 in float16: multiples of 2^-24, as the sum with a number between 0.5 and 1 makes them.
+      const u32 exponent = least(largest >> 23, 253);
+      const float inverse = __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = x[j] * inverse + 0.75f - 0.75f;
       // 64 inputs lie as 4 lanes of 8 words: for each 16 inputs those of 2 t and of 2 t + 8
       const int in = lane * 4 % 64, k16 = in / 16, half = in / 8 % 2, pair = in % 8 / 2;
       u32 *to = (u32 *)(memory + step * 256 + lane / 16 * 128) + k16 * 2 + half;
-      to[pair * 8] = given[i][0], to[(pair + 1) * 8] = given[i][1];
+      to[pair * 8] = pack_halves(x[0], x[1]), to[(pair + 1) * 8] = pack_halves(x[2], x[3]);
       const float sum = sum_of_warp(x[0] + x[1] + x[2] + x[3]);
-      if (lane == 0) scales[step] = sum;
+      if (lane == 0) scales[step * 2] = __uint_as_float(exponent << 23), scales[step * 2 + 1] = sum;
 #endif
     }
   }
@@ -334,6 +355,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) one_row(const __grid_constant_
     row.write(memory);
     __syncthreads();
   }
+  const Masks masks(args.n);
   float sums[2] = {};
   int unit = begin / STEPS, step = begin % STEPS;
   for (int item = begin; item < end; item += AHEAD) {
@@ -341,7 +363,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) one_row(const __grid_constant_
     for (int i = 0; i < AHEAD; i++) {
       if (item + i >= end) break;
       const int pick = DOWN ? step / OF_MATRIX : 0;
-      if (!DOWN || ids[pick] >= 0) add(sums, tiles[i], memory, step, DOWN ? weights[pick] : 1.0f);
+      if (!DOWN || ids[pick] >= 0) add(sums, tiles[i], memory, step, DOWN ? weights[pick] : 1.0f, masks);
       if (item + i + AHEAD < end) reader.load(args, first, ids, tiles[i]);
       if (++step < STEPS && item + i + 1 < end) continue;
       float *to = parts + (unit * WARPS + warp) * 16 + lane / 4;

@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     ahead: int
 
 
-TILING = Tiling(16, 3)
+WARPS = 16
 
 
 class Form(NamedTuple):
@@ -44,6 +44,7 @@ class Form(NamedTuple):
     down     True: the results of experts are added, with a row for each
     powers   True: scales of the row are powers of two
     wide     True: the result is float32
+    zeros    True: numbers of 4 bits have zero points
     """
 
     bits: int
@@ -54,6 +55,7 @@ class Form(NamedTuple):
     down: bool = False
     powers: bool = False
     wide: bool = False
+    zeros: bool = False
 
 
 class Weight(NamedTuple):
@@ -92,7 +94,7 @@ def takes(form: Form, x: Tensor, weight: Weight, act: str, *others: Tensor | Non
     typed = all(one is None or (one.dtype, one.data_ptr() % 8) == (torch.bfloat16, 0) for one in (x, *others))
     each, units = 16 >> form.gated, units_of(form, weight)
     busy, own = units >= LEAST_BUSY * multiprocessors(), -(-units // multiprocessors())
-    return typed and busy and weight.outputs % each == 0 and shared_bytes(form, TILING, own) <= shared_memory()
+    return typed and busy and weight.outputs % each == 0 and shared_bytes(form, tiling_of(form), own) <= shared_memory()
 
 
 def runs_on(device: torch.device) -> bool:
@@ -118,7 +120,7 @@ def multiply(
     chosen     ids int32 and weights float32 of the row's experts
     overlaps   False: the kernel starts after the end of the one before it
     """
-    units = units_of(form, weight)
+    units, tiling = units_of(form, weight), tiling_of(form)
     own = -(-units // multiprocessors())
     ids, weights = chosen or (None, None)
     factors, eps = norm or (None, 0.0)
@@ -128,11 +130,11 @@ def multiply(
         *(None if one is None else one.data_ptr() for one in tensors),
         *(values.stride(0) * values.element_size(), scales.stride(0), outputs, units, own, eps),
     )
-    kernel_of(form, TILING).launch(
+    kernel_of(form, tiling).launch(
         (-(-units // own),),
-        (TILING.warps * 32,),
+        (tiling.warps * 32,),
         [args],
-        shared_bytes=shared_bytes(form, TILING, own),
+        shared_bytes=shared_bytes(form, tiling, own),
         pdl=overlaps and pdl.in_use(),
     )
     return y
@@ -143,17 +145,28 @@ def units_of(form: Form, weight: Weight) -> int:
     return weight.outputs // (16 >> form.gated) * (form.picks if form.picks and not form.down else 1)
 
 
+def tiling_of(form: Form) -> Tiling:
+    """Return the tiling of a form. What a warp has of a long row takes registers from its weights."""
+    return Tiling(WARPS, 4 if form.bits == 8 and turns_of(form, WARPS) <= 14 else 3)
+
+
+def turns_of(form: Form, warps: int) -> int:
+    """Return how many groups of 128 inputs a warp has of the row, and of a norm's weight."""
+    return -(-form.inputs * (form.picks if form.down else 1) // (128 * warps)) * (1 + form.norm)
+
+
 def shared_bytes(form: Form, tiling: Tiling, own: int) -> int:
     """Return the dynamic shared memory of a block that has `own` units: row, scales, experts, and sums of warps."""
     inputs = form.inputs * (form.picks if form.down else 1)
-    return inputs * 2 + -(-(inputs // 128 * 4) // 16) * 16 + BESIDE + own * tiling.warps * 64
+    of_steps = inputs // 128 * (4 if form.bits == 8 else 8)
+    return inputs * 2 + -(-of_steps // 16) * 16 + BESIDE + own * tiling.warps * 64
 
 
 @functools.cache
 def kernel_of(form: Form, tiling: Tiling) -> CudaKernel:
     """Return the kernel of a form and a tiling."""
-    names = ("FORMAT", "K", "GATED", "NORM", "PICKS", "DOWN", "POWERS", "FLOAT")
+    names = ("FORMAT", "K", "GATED", "NORM", "PICKS", "DOWN", "POWERS", "FLOAT", "ZEROS")
     defines = dict(zip(names, map(int, form), strict=True))
-    turns = -(-form.inputs * (form.picks if form.down else 1) // (128 * tiling.warps)) * (1 + form.norm)
-    defines |= {"WARPS": tiling.warps, "AHEAD": tiling.ahead, "REGISTERS": 96 if turns <= 6 else 128}
+    registers = 128 if turns_of(form, tiling.warps) > 6 else 112 if form.bits == 8 else 96
+    defines |= {"WARPS": tiling.warps, "AHEAD": tiling.ahead, "REGISTERS": registers}
     return CudaSource(SOURCE, defines).kernel("one_row")

@@ -22,9 +22,14 @@ from quire.kernels.cuda_source import CudaKernel, CudaSource
 SOURCE = Path(__file__).with_name("normed.cu")
 ENABLED = True
 MOST_ROWS = 8
-CLUSTER = 8  # blocks
-MOST_WARPS = 16
 MOST_WEIGHTS = 4096  # numbers of the router's weight that a warp has in registers
+
+
+class Tiling(NamedTuple):
+    """The tiling of the kernel: blocks of a cluster, warps of a block."""
+
+    blocks: int
+    warps: int
 
 
 class Scores(NamedTuple):
@@ -61,7 +66,8 @@ def takes(x: Tensor, norm: Tensor, scores: Scores, routing: Routing) -> bool:
     if any(one is not None and one.dtype != torch.bfloat16 for one in (x, norm, weight, bias)):
         return False
     aligned = all(one.data_ptr() % 16 == 0 for one in (x, norm, weight)) and x.stride(0) % 8 == 0
-    fits = x.shape[1] % 8 == 0 and own_experts(routing) * x.shape[1] <= MOST_WEIGHTS and routing.top_k <= 32
+    tiling = tiling_of(len(x), x.shape[1], routing.num_experts)
+    fits = x.shape[1] % 8 == 0 and routing.top_k <= 32 and tiling is not None
     return fits and aligned and x.stride(1) == 1 and weight.is_contiguous()
 
 
@@ -88,38 +94,45 @@ def route(
         *(None if one is None else one.data_ptr() for one in tensors),
         *(x.stride(0), norm[1], routing.normalize_eps, routing.scaling),
     )
-    warps = warps_of(routing)
-    kernel_of(x.shape[1], routing, scores.correction is not None, scores.exact).launch(
-        (CLUSTER, rows),
-        (warps * 32,),
+    tiling = tiling_of(rows, x.shape[1], routing.num_experts)
+    assert tiling is not None, "`takes` says for which routers there is one"
+    kernel_of(x.shape[1], routing, scores.correction is not None, scores.exact, tiling).launch(
+        (tiling.blocks, rows),
+        (tiling.warps * 32,),
         [args],
-        shared_bytes=shared_bytes(x.shape[1], routing),
-        cluster=(CLUSTER,),
+        shared_bytes=shared_bytes(x.shape[1], routing.num_experts, tiling),
+        cluster=(tiling.blocks,),
         pdl=pdl.in_use(),
     )
     return normed, (weights, ids)
 
 
-def warps_of(routing: Routing) -> int:
-    """Return the warps of a block: one for each of its experts, up to MOST_WARPS."""
-    return min(MOST_WARPS, -(-routing.num_experts // CLUSTER))
+@functools.cache
+def tiling_of(rows: int, inputs: int, experts: int) -> Tiling | None:
+    """Return the tiling for a router: with few warps, if they have room for its weight. None: none has room."""
+    blocks = 16 if rows <= 2 else 8
+    each = -(-experts // blocks)
+    for warps in (min(8, each), min(16, each)):
+        if -(-each // warps) * inputs <= MOST_WEIGHTS:
+            return Tiling(blocks, warps)
+    return None
 
 
-def own_experts(routing: Routing) -> int:
-    """Return the most experts of a warp."""
-    return -(-routing.num_experts // (CLUSTER * warps_of(routing)))
-
-
-def shared_bytes(inputs: int, routing: Routing) -> int:
+def shared_bytes(inputs: int, experts: int, tiling: Tiling) -> int:
     """Return the dynamic shared memory of a block: the row, all logits, and sums of warps."""
-    return inputs * 2 + -(-routing.num_experts // 2) * 8 + warps_of(routing) * 4
+    return inputs * 2 + -(-experts // 2) * 8 + tiling.warps * 4
 
 
 @functools.cache
-def kernel_of(inputs: int, routing: Routing, corrected: bool, exact: bool) -> CudaKernel:
+def kernel_of(inputs: int, routing: Routing, corrected: bool, exact: bool, tiling: Tiling) -> CudaKernel:
     """Return the kernel of a router. corrected: it has a correction; exact: logits stay float32"""
-    defines: dict[str, int | str] = {"K": inputs, "EXPERTS": routing.num_experts, "PICKS": routing.top_k, "CLUSTER": CLUSTER}
-    defines |= {"WARPS": warps_of(routing), "SOFTMAX": int(routing.scoring == "softmax"), "CORRECTED": int(corrected)}
+    defines: dict[str, int | str] = {"K": inputs, "EXPERTS": routing.num_experts, "PICKS": routing.top_k}
+    defines |= {
+        "CLUSTER": tiling.blocks,
+        "WARPS": tiling.warps,
+        "SOFTMAX": int(routing.scoring == "softmax"),
+        "CORRECTED": int(corrected),
+    }
     cancels = routing.normalize and not routing.normalize_eps and not corrected
     defines |= {"NORMALIZE": int(routing.normalize), "TOTAL": int(routing.scoring == "softmax" and not cancels)}
     defines |= {"EXACT": int(exact), "KEY": "u64" if exact or corrected else "u32"}
