@@ -3,7 +3,8 @@
 A pair is a token and one of its k experts; pair p belongs to token p // k.
 
 Few tokens     float32 arithmetic without tensor cores, each pair by itself: one kernel for gate and up, one for down
-               and the sum over k. They have enough programs to read at the speed of memory.
+               and the sum over k. They have enough programs to read at the speed of memory. Shared experts run in the
+               same two kernels (`run_shared`), so that they have no launches of their own.
 Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tensor cores multiply
                tiles of pairs of one expert (_product_kernel): first gate and up, which gives their activation in sorted
                order; then down, which gives weighted rows by pair. _sum_kernel adds the k rows of a token.
@@ -36,6 +37,7 @@ Products = Callable[..., None]
 # Multiplies rows [pairs, K] in the order of experts: (rows, order, starts, routing weights [T, k], number of experts
 # over which pairs spread) -> [pairs, N] by number of the pair, times the routing weights.
 Product = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+Shared = tuple[Tensor, Tensor]  # weights of shared experts: gate_up [2S, H], or [S, H] without gates, and down [H, S]
 MOST_FEW = 4  # tokens
 MOST_SCANNED = 4096  # up to so many pairs, each expert's program scans all pairs; more are divided among programs
 SHARES, CHUNK = 128, 128  # most programs that divide the pairs; pairs that one orders at a time
@@ -82,7 +84,7 @@ def run(
     packed: Packed,
     expert_map: Tensor | None = None,
     residual: Tensor | None = None,
-    join: Callable[[], bool] | None = None,
+    join: Join | None = None,
     products: Products | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
@@ -93,7 +95,7 @@ def run(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
+    given = x, (weights, ids, expert_map), packed, None if residual is None else y, y
     if len(x) > MOST_FEW:
         many(*given, join=join, multiply=products)
     elif len(x):
@@ -101,28 +103,45 @@ def run(
     return y
 
 
+def run_shared(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, shared: Shared) -> Tensor:
+    """Compute `run` of few tokens with shared experts. See `quire.kernels.experts`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
+    if len(x):
+        few(x, routed, packed, None if residual is None else y, y, shared=shared)
+    return y
+
+
 def few(
     x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Packed,
-    expert_map: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
-    join: Callable[[], bool] | None = None,
+    join: Join | None = None,
+    shared: Shared | None = None,
 ) -> None:
-    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
+    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone.
+
+    shared   weights of shared experts, which every token goes through; unbiased, like the packed experts then
+    """
+    weights, ids, expert_map = routed
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed.down.shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
-    h = x.new_empty(tokens * k, inner)
-    _few_up_kernel[(tokens * k, inner)](
+    shared_up, shared_down = shared or (None, None)
+    width = 0 if shared_down is None else shared_down.shape[1]
+    h = x.new_empty(tokens * (k * inner + width))
+    _few_up_kernel[(tokens * (k * inner + width),) if width else (tokens * k, inner)](
         x,
         packed.gate_up,
         packed.gate_up_bias,
+        shared_up,
         ids,
         expert_map,
         h,
         x.stride(0),
+        tokens if width else 1,
+        width,
         k,
         inner,
         hidden,
@@ -139,11 +158,13 @@ def few(
         h,
         packed.down,
         packed.down_bias,
+        shared_down,
         ids,
         expert_map,
         weights,
         residual,
         y,
+        width,
         k,
         across,
         hidden,
@@ -158,14 +179,12 @@ def few(
 
 def many(
     x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
+    routed: Routed,
     packed: Packed,
-    expert_map: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
     cut: tuple[Tiles, Tiles] | None = None,
-    join: Callable[[], bool] | None = None,
+    join: Join | None = None,
     multiply: Products | None = None,
 ) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
@@ -173,6 +192,7 @@ def many(
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
     multiply   function that computes the two products; None: `products`
     """
+    weights, ids, expert_map = routed
     (experts, hidden, inner), pairs = packed.down.shape, ids.numel()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
@@ -359,10 +379,13 @@ def _few_up_kernel(
     x,
     gate_up,
     bias,
+    shared,
     ids,
     expert_map,
     h,
     stride,
+    tokens,
+    SHARED: tl.constexpr,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -373,29 +396,53 @@ def _few_up_kernel(
 ):
     """The activation of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
 
+    With shared experts BLOCK_N is 1, and the grid (T * (SHARED + TOP_K * N),): an output of each token, then the next.
+    Those of shared experts come first: they do not wait for ids, and bring their weights to the L2 cache meanwhile.
+
     x                  [T, K];  stride  elements from token to token
     gate_up, bias      [experts, 2 N, K] contiguous, gate first; [experts, 2 N] or None. ACT "relu2": N rows of each
+    shared, SHARED     [2 SHARED, K] contiguous, gate first, of SHARED outputs; None, 0: no shared experts
     ids, expert_map    [T, TOP_K] int32; [all experts] int32 or None, see `quire.kernels.experts`
-    h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
+    h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written. [T, SHARED] follows
+    tokens             T with shared experts
     N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration
     ACT                see `gated_of`, or "relu2", which has no gate
     """
     GATED: tl.constexpr = ACT != "relu2"
+    AHEAD: tl.constexpr = 2 * BLOCK_K if BLOCK_K >= 64 else 64
+    pair, number = tl.program_id(0), tl.program_id(1)
+    token, routed = pair // TOP_K, pair >= 0
+    if SHARED:
+        token = tl.program_id(0) % tokens
+        row = tl.program_id(0) // tokens  # of shared experts, as long as it is below SHARED
+        routed = row >= SHARED
+        pair = token * TOP_K + (row - SHARED) % TOP_K
+        number = tl.where(routed, (row - SHARED) // TOP_K, 0)
+        if PDL:
+            if row < SHARED:
+                rows = row + tl.arange(0, 1 << GATED) * SHARED
+                prefetch(shared, rows, SHARED << GATED, K, 1 << GATED, AHEAD)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
-    pair = tl.program_id(0)
-    place = _place(ids, expert_map, pair, pair >= 0)
-    if place < 0:
+    place = _place(ids, expert_map, pair, routed)
+    if (place < 0) & routed:
         return
-    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight = gate_up + place.to(tl.int64) * (N * K << GATED)
+    to = pair.to(tl.int64) * N
+    beside = N * K  # elements from a row of gate to that of up
+    if SHARED:
+        weight = tl.where(routed, weight, shared + row.to(tl.int64) * K)
+        to = tl.where(routed, to, tokens * (TOP_K * N) + token * SHARED + row)
+        beside = tl.where(routed, beside, SHARED * K)
+    col = number * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, :]
-    at = gate_up + place.to(tl.int64) * (N * K << GATED) + tl.minimum(col, N - 1)[:, None] * K + lane
-    source = x + (pair // TOP_K).to(tl.int64) * stride + lane
+    at = weight + tl.minimum(col, N - 1)[:, None] * K + lane
+    source = x + token.to(tl.int64) * stride + lane
     gate_tile = tl.load(at, mask=lane < K, other=0.0, eviction_policy="evict_first")
     up_tile = gate_tile
     if GATED:
-        up_tile = tl.load(at + N * K, mask=lane < K, other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(at + beside, mask=lane < K, other=0.0, eviction_policy="evict_first")
     gate, up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32), tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
         given = tl.load(source + start, mask=start + lane < K, other=0.0).to(tl.float32)
@@ -403,7 +450,7 @@ def _few_up_kernel(
         more = start + BLOCK_K + lane < K
         gate_tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         if GATED:
-            up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+            up_tile = tl.load(at + beside + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         gate += tl.sum(tl.reshape(gate_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
         if GATED:
             up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
@@ -414,7 +461,7 @@ def _few_up_kernel(
         if GATED:
             two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
     value = gated_of(one, two, ACT) if GATED else pointwise_of(one, ACT)
-    tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
+    tl.store(h + to + col, value.to(h.dtype.element_ty), mask=col < N)
 
 
 @jit
@@ -422,11 +469,13 @@ def _few_down_kernel(
     h,
     down,
     bias,
+    shared,
     ids,
     expert_map,
     weights,
     residual,
     y,
+    SHARED: tl.constexpr,
     TOP_K: tl.constexpr,
     J: tl.constexpr,
     N: tl.constexpr,
@@ -437,7 +486,9 @@ def _few_down_kernel(
 ):
     """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
 
-    h                  [pairs, K] contiguous;  down, bias  [experts, N, K] contiguous; [experts, N] or None
+    h                  [pairs, K] contiguous, then [T, SHARED] of shared experts
+    down, bias         [experts, N, K] contiguous; [experts, N] or None
+    shared, SHARED     [N, SHARED] contiguous, down of shared experts with SHARED inputs; None, 0: there are none
     ids, expert_map    as in `_few_up_kernel`;  weights  [T, TOP_K] float32
     residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
     TOP_K, J           experts of a token; padded to a power of two
@@ -453,6 +504,10 @@ def _few_down_kernel(
     at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
     tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
     weight = tl.load(weights + pair, mask=there, other=0.0)
+    if SHARED:  # their inputs are divided among the turns: a turn takes BLOCK_K of each iteration
+        part = turn * BLOCK_K + lane
+        shared += tl.minimum(col, N - 1)[None, :, None] * SHARED + part
+        shared_tile = tl.load(shared, mask=part < SHARED, other=0.0, eviction_policy="evict_first")
     to = token.to(tl.int64) * N + col
     if residual is not None:  # written before the kernel before began: its programs have waited
         added = tl.load(residual + to, mask=col < N, other=0.0)
@@ -466,6 +521,14 @@ def _few_down_kernel(
         more = there & (start + BLOCK_K + lane < K)
         tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         acc += tl.sum(tl.reshape(now * (given * weight), [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
+    if SHARED:
+        h += tl.num_programs(0) * (TOP_K * K) + token * SHARED + part
+        for start in range(0, SHARED, J * BLOCK_K):
+            given = tl.load(h + start, mask=start + part < SHARED, other=0.0).to(tl.float32)
+            now = shared_tile.to(tl.float32)
+            more = start + J * BLOCK_K + part < SHARED
+            shared_tile = tl.load(shared + start + J * BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+            acc += tl.sum(tl.reshape(now * given, [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
     out = tl.sum(tl.sum(acc, 2), 0)
     if bias is not None:
         own = tl.reshape(place, [J, 1])
