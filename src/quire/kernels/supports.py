@@ -150,8 +150,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "routing": {"triton": FIXED_TRITON, "invariant_cpu": _INVARIANT_CPU, "ref": REFERENCE},
     "quantize": {"ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "adapters"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "adapters"}),
+        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "adapters", "shared"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "adapters", "shared"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
                           features=_EIGHT_BITS | _FORMS | {"join", "quantized rows", "adapters"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},

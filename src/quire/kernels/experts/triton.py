@@ -504,10 +504,8 @@ def _few_down_kernel(
     at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
     tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
     weight = tl.load(weights + pair, mask=there, other=0.0)
-    if SHARED:  # their inputs are divided among the turns: a turn takes BLOCK_K of each iteration
-        part = turn * BLOCK_K + lane
-        shared += tl.minimum(col, N - 1)[None, :, None] * SHARED + part
-        shared_tile = tl.load(shared, mask=part < SHARED, other=0.0, eviction_policy="evict_first")
+    if SHARED and PDL:
+        prefetch(shared, col, N, SHARED, BLOCK_N, J * BLOCK_K if J * BLOCK_K >= 64 else 64)
     to = token.to(tl.int64) * N + col
     if residual is not None:  # written before the kernel before began: its programs have waited
         added = tl.load(residual + to, mask=col < N, other=0.0)
@@ -522,13 +520,13 @@ def _few_down_kernel(
         tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         acc += tl.sum(tl.reshape(now * (given * weight), [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
     if SHARED:
-        h += tl.num_programs(0) * (TOP_K * K) + token * SHARED + part
-        for start in range(0, SHARED, J * BLOCK_K):
-            given = tl.load(h + start, mask=start + part < SHARED, other=0.0).to(tl.float32)
-            now = shared_tile.to(tl.float32)
-            more = start + J * BLOCK_K + part < SHARED
-            shared_tile = tl.load(shared + start + J * BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
-            acc += tl.sum(tl.reshape(now * given, [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
+        part = turn * BLOCK_K + lane
+        at = shared + tl.minimum(col, N - 1)[None, :, None] * SHARED + part
+        h += tl.num_programs(0) * (TOP_K * K) + token * SHARED
+        for start in range(0, SHARED, J * BLOCK_K):  # a turn takes BLOCK_K of the inputs of an iteration
+            tile = tl.load(at + start, mask=start + part < SHARED, other=0.0, eviction_policy="evict_first")
+            given = tl.load(h + start + part, mask=start + part < SHARED, other=0.0).to(tl.float32)
+            acc += tl.sum(tl.reshape(tile.to(tl.float32) * given, [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
     out = tl.sum(tl.sum(acc, 2), 0)
     if bias is not None:
         own = tl.reshape(place, [J, 1])
