@@ -287,7 +287,7 @@ class MoE(nn.Module):
         return routed
 
     def _most_shared(self) -> int:
-        """Return `most_shared` of a rank with all experts: kernels must read the matrices as the checkpoint has them."""
+        """Return `most_shared` of a rank with all experts: kernels must read all matrices as they were loaded."""
         layers = () if self.shared is None else (self.shared.gate_up, self.shared.down)
         plain = all("plain" in layer.features for layer in layers) and self.experts.in_place
         return MOST_SHARED if layers and plain and "shared" in self.experts.plan.features else 0
