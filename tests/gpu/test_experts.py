@@ -97,7 +97,7 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     ids=str,
 )
 def test_shared_experts(device: torch.device, shape: tuple[int, int, int, int], size: int, tokens: int) -> None:
-    """In the kernels of a few routed pairs, like an expert that every token chooses; the last token chooses no other."""
+    """In the kernels of a few routed pairs, like an expert of every token. The last token chooses no other."""
     experts, k, hidden, inner = shape
     x, weights, ids, gate_up, down = make(Case(tokens, experts, k, hidden, inner), torch.bfloat16, "cuda")
     one = torch.randn(2 * size, hidden, device=device).mul(hidden**-0.5).bfloat16()

@@ -42,11 +42,11 @@ QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
 def check(made: Made) -> None:
-    """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one. NaN stays NaN. Kernels of
-    few tokens read weights 16 bytes at a time, and leave room for five programs or more on a multiprocessor."""
+    """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one. NaN stays NaN.
+    Kernels of few tokens read weights 16 bytes at a time, and have no stack."""
     given = made.constants
     if made.name in ("_few_up_kernel", "_few_down_kernel") and "SHARED" in given:
-        assert made.stack == 0 and made.loads_ahead >= 2 and made.registers <= 40, (made.registers, made)
+        assert made.stack == 0 and made.loads_ahead >= 2, (made.stack, made.loads_ahead, made)
     if "MOST" in given or "POWERS" in given:  # a maximum that leaves NaN out would make a number of it
         assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx), made
     if made.name == "_product_kernel" and made.options["num_stages"] > 1 and "TOP_K" in given:

@@ -46,12 +46,6 @@ class Made:
         return int(found.removeprefix("STACK:"))
 
     @property
-    def registers(self) -> int:
-        """Registers of a thread."""
-        (found,) = [word for word in self._dump("--dump-resource-usage").split() if word.startswith("REG:")]
-        return int(found.removeprefix("REG:"))
-
-    @property
     def waits(self) -> float:
         """Waits for Hopper's products, of each: 1 where ptxas does not see that they may run beside other work."""
         if "wgmma" not in self.ptx:
