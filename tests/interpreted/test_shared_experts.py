@@ -239,7 +239,9 @@ def test_ranks_with_slices_of_all_experts() -> None:
     ids=["gate of the shared experts", "weighed inputs", "reference", "no shared experts"],
 )
 def test_layers_whose_shared_experts_run_alone(layer: Callable[[], MoE]) -> None:
-    assert layer().most_shared == 0
+    made = layer()
+    assert made.most_shared == 0
+    assert made._shared_weights(0, CTX) is made._shared_weights(1, CTX) is None
 
 
 def test_other_layouts_of_shared_experts_run_alone() -> None:

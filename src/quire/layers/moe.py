@@ -295,7 +295,7 @@ class MoE(nn.Module):
     def _shared_weights(self, rows: int, ctx: StepContext) -> tuple[Any, Any] | None:
         """Return the weights of the shared experts for the routed experts' kernels; None: shared experts run alone."""
         apart = ctx.adapters is not None or ctx.apart or self.experts.expert_map is not None
-        if rows > self.most_shared or apart or self.shared is None:
+        if not 0 < rows <= self.most_shared or apart or self.shared is None:
             return None
         (gate_up, bias), (down, other) = self.shared.gate_up.packed, self.shared.down.packed
         return (gate_up, down) if bias is None and other is None else None
