@@ -14,7 +14,6 @@ from quire.kernels.experts import grouped, ref
 from quire.kernels.experts.form import ExpertForm
 from quire.kernels.experts.inputs import Case, make, make_biases, packed_by
 from quire.kernels.experts.weights import ExpertWeights
-from quire.kernels.experts_plan import MOST_SHARED
 from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import uniform
@@ -81,37 +80,6 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     close(triton.run(x, weights, places[ids], packed_by(triton, *part[:2])), expected)
     if inner % 8 == 0 and hidden % 8 == 0:
         close(grouped.run(x, weights, ids, packed_by(grouped, *part[:2]), places), expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, MOST_SHARED])
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ((64, 6, 2048, 1408), 2816),
-        ((128, 8, 4096, 1408), 1408),
-        ((32, 8, 7168, 2048), 2048),
-        ((8, 2, 1024, 3584), 120),
-        ((5, 3, 200, 136), 136),
-        ((4, 1, 16, 8), 24),
-    ],
-    ids=str,
-)
-def test_shared_experts(device: torch.device, shape: tuple[int, int, int, int], size: int, tokens: int) -> None:
-    """In the kernels of a few routed pairs, like an expert of every token. The last token chooses no other."""
-    experts, k, hidden, inner = shape
-    x, weights, ids, gate_up, down = make(Case(tokens, experts, k, hidden, inner), torch.bfloat16, "cuda")
-    one = torch.randn(2 * size, hidden, device=device).mul(hidden**-0.5).bfloat16()
-    two = torch.randn(hidden, size, device=device).mul(size**-0.5).bfloat16()
-    ids[-1] = -1
-    residual, every = torch.randn_like(x), torch.ones_like(weights[:, :1])
-    expected = ref.run(x.float(), every, every.int() - 1, ExpertWeights(one[None].float(), two[None].float()))
-    routed = ExpertWeights(gate_up.float(), down.float())
-    expected = ref.run(x.float(), weights, ids, routed, None, expected + residual)
-    packed, given = packed_by(triton, gate_up, down), residual.clone()
-    found = triton.run_shared(x, (weights, ids, None), packed, given, (one, two))
-    close(found, expected)
-    assert found.data_ptr() == given.data_ptr()
-    close(triton.run_shared(x, (weights, ids, None), packed, None, (one, two)), expected - residual)
 
 
 @pytest.mark.parametrize("spread", ["even", "one", "few", "none"])

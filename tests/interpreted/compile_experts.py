@@ -42,11 +42,8 @@ QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
 def check(made: Made) -> None:
-    """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one. NaN stays NaN.
-    Kernels of few tokens read weights 16 bytes at a time, and have no stack."""
+    """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one. NaN stays NaN."""
     given = made.constants
-    if made.name in ("_few_up_kernel", "_few_down_kernel") and "SHARED" in given:
-        assert made.stack == 0 and made.loads_ahead >= 2, (made.stack, made.loads_ahead, made)
     if "MOST" in given or "POWERS" in given:  # a maximum that leaves NaN out would make a number of it
         assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx), made
     if made.name == "_product_kernel" and made.options["num_stages"] > 1 and "TOP_K" in given:
@@ -95,17 +92,6 @@ def launch(
         module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
 
 
-def launch_shared(
-    tokens: int, experts: int, k: int, hidden: int, inner: int, size: int, form: ExpertForm = PLAIN
-) -> None:
-    """Launch few tokens of experts of bfloat16 with shared experts of an inner size."""
-    gated, ids = form.act not in UNGATED, empty(tokens, k, dtype=torch.int32)
-    x, weights = empty(tokens, hidden), empty(tokens, k, dtype=torch.float32)
-    packed = triton.empty(experts, empty(inner << gated, hidden), empty(hidden, inner), x.device, form)
-    shared = empty(size << gated, hidden), empty(hidden, size)
-    triton.run_shared(x, (weights, ids, None), packed, x, shared)
-
-
 def launch_quantized(
     module: Any,
     tokens: int,
@@ -137,9 +123,6 @@ def decodes() -> None:
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         launch(16 if dependent else 1, 128, 8, 2048, 768)
-        launch_shared(1, 64, 6, 2048, 1408, 2816)  # DeepSeek-V2-Lite
-    launch_shared(4, 128, 8, 4096, 1408, 1408)  # GLM-4.5-Air
-    launch_shared(1, *NEMOTRON, 3712, form=ExpertForm("relu2"))
     launch(64, 32, 8, 7168, 2048, mapped=True)
     for tokens in (1, 16):
         launch(tokens, 32, 4, 2880, 2880, form=GPT_OSS)

@@ -107,7 +107,7 @@ def check(case: Case, dtype: torch.dtype, form: ExpertForm = PLAIN, **cut: Any) 
         given = None if added is None else added.clone()
         if cut:
             actual = torch.empty_like(x)
-            triton.many(x, (weights, ids, mapped), packed, given, actual, **cut)
+            triton.many(x, weights, ids, packed, mapped, given, actual, **cut)
         else:
             actual = triton.run(x, weights, ids, packed, mapped, given)
         close(actual, expected)
@@ -159,7 +159,7 @@ def test_few_and_many_tokens_are_one_operation() -> None:
     found = []
     for function in (triton.few, triton.many):
         found.append(torch.empty_like(x))
-        function(x, (weights, ids, None), packed_by(triton, gate_up, down), None, found[-1])
+        function(x, weights, ids, packed_by(triton, gate_up, down), None, None, found[-1])
     close(found[0], found[1])
 
 
@@ -173,10 +173,10 @@ def test_rows_without_experts_have_the_residual_alone() -> None:
     packed = packed_by(triton, gate_up, down)
     for function in (triton.few, triton.many):
         y = torch.empty_like(x)
-        function(x, (weights, ids, None), packed, residual.clone(), y)
+        function(x, weights, ids, packed, None, residual.clone(), y)
         close(y, expected)
         assert torch.equal(y[[0, 3]], residual[[0, 3]])
-        function(x, (weights, torch.full_like(ids, -1), None), packed, residual.clone(), y)
+        function(x, weights, torch.full_like(ids, -1), packed, None, residual.clone(), y)
         assert torch.equal(y, residual)
 
 
@@ -279,9 +279,9 @@ def test_a_token_depends_on_nothing_but_itself(function: Callable[..., None]) ->
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 32, 16), torch.float32)
     expected, actual = torch.empty_like(x), torch.empty_like(x)
     packed = packed_by(triton, gate_up, down)
-    function(x, (weights, ids, None), packed, None, expected)
+    function(x, weights, ids, packed, None, None, expected)
     x[2] = torch.nan
-    function(x, (weights, ids, None), packed, None, actual)
+    function(x, weights, ids, packed, None, None, actual)
     assert actual[2].isnan().all()
     others = torch.arange(6) != 2
     assert torch.equal(actual[others], expected[others])

@@ -14,7 +14,7 @@ from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_floors import add_floors
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
-from quire.kernels.experts_plan import MOST_SHARED, kind_words
+from quire.kernels.experts_plan import kind_words
 from quire.plan.kinds.latent import NEVER
 from quire.reports.model import fact_lines, window_words
 from quire.reports.states import state_words
@@ -224,7 +224,6 @@ def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:
     result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
     can = f" ({', '.join(one['features'])})" if one["features"] else ""
     words = f"dispatcher {one['dispatcher']}, kernel {one['experts']}{can}; shared experts {one['shared']}, "
-    words += f"in steps of up to {MOST_SHARED} tokens by its launches, " * ("shared" in one["features"])
     words += f"result {result}"
     node = add(branch, f"experts{weights} in {phases}: {words} ({one['decided']})")
     if one["dispatcher"] != "none":

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from quire.contracts.parallel import MOST_RANKS, Parallel
 from quire.contracts.scheme import Scheme, WirePlan
 
-MOST_SHARED = 4  # tokens of a step up to which shared experts run in the kernels of the routed ones (feature "shared")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatcher:
@@ -62,7 +60,7 @@ class MoEPlan:
     dispatcher    brings tokens to the ranks of their experts and results back
     experts       name of the experts kernel
     weights       kind of quantized weights that the kernel is for (`kind_of`); (): unquantized
-    features      optional features of that kernel; "shared" only where the model's shared experts may run in it
+    features      optional features of that kernel
     quantize_at   stage that quantizes activations: "nowhere", "wire" (before they are sent), "experts" (the kernel)
     partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
     shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)

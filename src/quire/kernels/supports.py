@@ -154,8 +154,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "quantize": {"ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "adapters", "shared"}),
-        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "adapters", "shared"}),
+        "hopper": replace(HOPPER, features=_STACKED | _FORMS | {"join", "adapters"}),
+        "triton": replace(TRITON, features=_STACKED | _FORMS | {"join", "relu2", "adapters"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), needs=("scaled products",),
                           features=_EIGHT_BITS | _FORMS | {"join", "quantized rows", "adapters"}),
         "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_FORMS | {"mxfp4", "join"},

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from quire.args.experts import MoEArgs
 from quire.kernels.expert_copies.slots import ExpertSlots
 from quire.kernels.experts.form import ExpertForm
-from quire.kernels.experts_plan import MOST_SHARED
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
@@ -186,19 +185,10 @@ class Experts(nn.Module):
         y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y
 
-    def with_shared(
-        self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None, shared: tuple[Any, Any]
-    ) -> Tensor:
-        """Return `forward` of a step of few tokens, plus the shared experts of these weights (gate_up, down)."""
-        routed = weights, ids, self.expert_map
-        y: Tensor = self.kernel.run_shared(x, routed, self.packed, residual, shared)
-        return y
-
 
 class MoE(nn.Module):
     """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
-    most_shared  tokens of a step up to which shared experts run in the kernels of the routed ones; 0: in none
     slots        map of experts to slots of all ranks, if experts are balanced
     choose       replaces the router where it is set (`quire.kernels.routing.drawing`)
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
@@ -223,7 +213,6 @@ class MoE(nn.Module):
             quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
             self.exchange = AllGatherExchange(build.groups.ep, build.groups.tp, quantize)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
-        self.most_shared = self._most_shared() if build.experts is None and self.exchange is None else 0
         self.weigh_inputs = moe.weigh_inputs
         assert moe.routing.top_k == 1 or not moe.weigh_inputs, "a token's experts would need inputs of their own"
         assert not (moe.router_eps and moe.shared_size), "shared experts may write over what the router reads"
@@ -245,8 +234,8 @@ class MoE(nn.Module):
 
     def _read(self, x: Tensor, branch: Branch, ctx: StepContext) -> tuple[Tensor, Routed | None]:
         """Return the input of the half, and its experts where one kernel computes both."""
-        found, alone = None, ctx.apart or ctx.adapters is not None or self.choose is not None
-        if branch.before is not None and not alone:
+        found = None
+        if branch.before is not None and self.choose is None and ctx.adapters is None:
             found = self.router.normed(x, branch.before, ctx.live)
         return (branch.read(x), None) if found is None else found
 
@@ -257,8 +246,7 @@ class MoE(nn.Module):
 
         scored   what the router reads;  routed  what it has chosen; None: it is to be asked
         """
-        shared = self._shared_weights(len(x), ctx)
-        forks = self.forks and shared is None and len(x) in BESIDE and hidden.is_contiguous()
+        forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
             weights, ids = self._choice(scored, ctx) if routed is None else routed
             if self.on_routing is not None:
@@ -273,10 +261,6 @@ class MoE(nn.Module):
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x, ctx), hidden, ctx)
                 return self.exchange.run((own, weights, ids), hidden, self.experts, ctx.replicas)
-            if shared is not None and self.tp is not None:
-                return self.tp.add(self.experts.with_shared(own, weights, ids, None, shared), hidden)
-            if shared is not None:
-                return self.experts.with_shared(own, weights, ids, hidden, shared)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = (
                     None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x, ctx), ctx)
@@ -314,20 +298,6 @@ class MoE(nn.Module):
             return self.choose(scored, ctx.live)
         routed: Routed = self.router(scored, ctx.live, ctx.adapters)
         return routed
-
-    def _most_shared(self) -> int:
-        """Return `most_shared` of a rank with all experts: kernels must read all matrices as they were loaded."""
-        layers = () if self.shared is None else (self.shared.gate_up, self.shared.down)
-        plain = all("plain" in layer.features for layer in layers) and self.experts.in_place
-        return MOST_SHARED if layers and plain and "shared" in self.experts.plan.features else 0
-
-    def _shared_weights(self, rows: int, ctx: StepContext) -> tuple[Any, Any] | None:
-        """Return the weights of the shared experts for the routed experts' kernels; None: shared experts run alone."""
-        apart = ctx.adapters is not None or ctx.apart or self.experts.expert_map is not None
-        if not 0 < rows <= self.most_shared or apart or self.shared is None:
-            return None
-        (gate_up, bias), (down, other) = self.shared.gate_up.packed, self.shared.down.packed
-        return (gate_up, down) if bias is None and other is None else None
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
         """The input of the shared experts' last projection."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.args.checkpoint import ModelArgs
-from quire.args.experts import MoEArgs
 from quire.contracts.decision_line import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
@@ -66,13 +65,12 @@ def resolve_moe(
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
-    alone = topology.experts or shared != "added" or not _plain_shared(model.moe)
     return MoEPlan(
         phase=phase,
         dispatcher=chosen[0],
         experts=chosen[1],
         weights=kind_of(scheme),
-        features=tuple(word for word in hardware.features.get(chosen[1], ()) if word != "shared" or not alone),
+        features=hardware.features.get(chosen[1], ()),
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial,
         shared=shared if model.moe.shared_size else "none",
@@ -81,11 +79,6 @@ def resolve_moe(
         candidates=candidates,
         decided=f"{why}, decided in {line_of(_chosen)}",
     )
-
-
-def _plain_shared(moe: MoEArgs) -> bool:
-    """Return True if the shared experts are like another routed expert of each token, with weight 1."""
-    return bool(moe.shared_size) and not (moe.shared_gate or moe.weigh_inputs or moe.biased)
 
 
 def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,19 +44,6 @@ def plan(
 
 def test_the_table_knows_every_kernel() -> None:
     assert set(KERNELS) == set(SUPPORTS["experts"])
-
-
-def test_where_shared_experts_run_in_the_kernels_of_routed_ones(model: ModelArgs) -> None:
-    """With slices of all experts on each rank, at most; the kernel has the feature, and they are plain experts."""
-    hardware = replace(GPU, features={"triton": ("join", "shared")})
-
-    def features(topology: Parallel | None = None, **changes: Any) -> tuple[str, ...]:
-        return plan(with_experts(model, **changes), topology, hardware).features
-
-    assert features() == features(Parallel(tp=2)) == ("join", "shared")
-    assert features(Parallel(tp=2, experts=True)) == features(SPREAD) == ("join",)
-    for changes in ({"shared_size": 0}, {"shared_gate": True}, {"weigh_inputs": True}, {"biased": True}):
-        assert features(**changes) == ("join",)
 
 
 def test_one_rank(model: ModelArgs) -> None:

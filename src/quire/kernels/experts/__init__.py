@@ -29,11 +29,6 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
 run_adapted(x, (weights, ids, expert_map), packed, residual, adapters[, join]) -> [T, H]
     Feature "adapters": `run` for a step in which some rows have adapters of experts (`quire.kernels.lora.routed`).
     Rows without an adapter have the results of `run`, within rounding.
-run_shared(x, (weights, ids, expert_map), packed, residual, shared) -> [T, H]
-    Feature "shared", of unquantized experts without biases: `run` with shared experts, which every token goes through
-    with weight 1, by no more launches. For steps of up to `experts_plan.MOST_SHARED` tokens. `shared` are the weights
-    (gate_up [2S, H], down [H, S]), contiguous and not packed; the activation is that of `packed`. The sum of both kinds
-    is rounded once.
 quantize_rows(x, wire) -> x as `QuantizedRows`
     Feature "quantized rows", of weights whose scheme has a `wire`: `run` takes such rows as x, too, and returns the
     bits that it returns for the x that they were made of. Rows without an expert here may hold anything.

@@ -33,7 +33,6 @@ MOST_SMALL = 24  # up to so many pairs per expert in the mean, the smaller tiles
 WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the expert from there on, number of tiles
 
 empty, put, destination, run_adapted = triton.empty, triton.put, triton.destination, triton.run_adapted
-run_shared = triton.run_shared
 
 
 def run(

@@ -3,8 +3,7 @@
 A pair is a token and one of its k experts; pair p belongs to token p // k.
 
 Few tokens     float32 arithmetic without tensor cores, each pair by itself: one kernel for gate and up, one for down
-               and the sum over k. They have enough programs to read at the speed of memory. Shared experts run in the
-               same two kernels (`run_shared`), so that they have no launches of their own.
+               and the sum over k. They have enough programs to read at the speed of memory.
 Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tensor cores multiply
                tiles of pairs of one expert (_product_kernel): first gate and up, which gives their activation in sorted
                order; then down, which gives weighted rows by pair. _sum_kernel adds the k rows of a token.
@@ -29,7 +28,6 @@ from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
 from quire.kernels.experts.stacked import put as put
 from quire.kernels.experts.weights import activated
-from quire.kernels.few_pairs import _few_down_kernel, _few_up_kernel, _place
 from quire.kernels.linear.gemv import bucket, prefetch
 from quire.kernels.lora.routed import ExpertAdapters, Join, Routed
 from quire.kernels.triton_runtime import jit, tl
@@ -38,7 +36,6 @@ Products = Callable[..., None]
 # Multiplies rows [pairs, K] in the order of experts: (rows, order, starts, routing weights [T, k], number of experts
 # over which pairs spread) -> [pairs, N] by number of the pair, times the routing weights.
 Product = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-Shared = tuple[Tensor, Tensor]  # weights of shared experts: gate_up [2S, H], or [S, H] without gates, and down [H, S]
 MOST_FEW = 4  # tokens
 MOST_SCANNED = 4096  # up to so many pairs, each expert's program scans all pairs; more are divided among programs
 SHARES, CHUNK = 128, 128  # most programs that divide the pairs; pairs that one orders at a time
@@ -85,7 +82,7 @@ def run(
     packed: Packed,
     expert_map: Tensor | None = None,
     residual: Tensor | None = None,
-    join: Join | None = None,
+    join: Callable[[], bool] | None = None,
     products: Products | None = None,
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
@@ -96,7 +93,7 @@ def run(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = x, (weights, ids, expert_map), packed, None if residual is None else y, y
+    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
     if len(x) > MOST_FEW:
         many(*given, join=join, multiply=products)
     elif len(x):
@@ -104,45 +101,28 @@ def run(
     return y
 
 
-def run_shared(x: Tensor, routed: Routed, packed: Packed, residual: Tensor | None, shared: Shared) -> Tensor:
-    """Compute `run` of few tokens with shared experts. See `quire.kernels.experts`."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    if len(x):
-        few(x, routed, packed, None if residual is None else y, y, shared=shared)
-    return y
-
-
 def few(
     x: Tensor,
-    routed: Routed,
+    weights: Tensor,
+    ids: Tensor,
     packed: Packed,
+    expert_map: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
-    join: Join | None = None,
-    shared: Shared | None = None,
+    join: Callable[[], bool] | None = None,
 ) -> None:
-    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone.
-
-    shared   weights of shared experts, which every token goes through; unbiased, like the packed experts then
-    """
-    weights, ids, expert_map = routed
+    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed.down.shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
-    shared_up, shared_down = shared or (None, None)
-    width = 0 if shared_down is None else shared_down.shape[1]
-    h = x.new_empty(tokens * (k * inner + width))
-    _few_up_kernel[(tokens * (k * inner + width),) if width else (tokens * k, inner)](
+    h = x.new_empty(tokens * k, inner)
+    _few_up_kernel[(tokens * k, inner)](
         x,
         packed.gate_up,
         packed.gate_up_bias,
-        shared_up,
         ids,
         expert_map,
         h,
         x.stride(0),
-        tokens if width else 1,
-        width,
         k,
         inner,
         hidden,
@@ -159,13 +139,11 @@ def few(
         h,
         packed.down,
         packed.down_bias,
-        shared_down,
         ids,
         expert_map,
         weights,
         residual,
         y,
-        width,
         k,
         across,
         hidden,
@@ -180,12 +158,14 @@ def few(
 
 def many(
     x: Tensor,
-    routed: Routed,
+    weights: Tensor,
+    ids: Tensor,
     packed: Packed,
+    expert_map: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
     cut: tuple[Tiles, Tiles] | None = None,
-    join: Join | None = None,
+    join: Callable[[], bool] | None = None,
     multiply: Products | None = None,
 ) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
@@ -193,7 +173,6 @@ def many(
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
     multiply   function that computes the two products; None: `products`
     """
-    weights, ids, expert_map = routed
     (experts, hidden, inner), pairs = packed.down.shape, ids.numel()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
@@ -364,6 +343,138 @@ def _product(
         num_stages=max(1, min(cut.stages, room)),
         **pdl.options(in_pdl),
     )
+
+
+@jit
+def _place(ids, expert_map, at, mask):
+    """Return the place of each pair's expert on this rank; -1 for an expert of another rank."""
+    place = tl.load(ids + at, mask=mask, other=-1)
+    if expert_map is not None:
+        place = tl.load(expert_map + place, mask=place >= 0, other=-1)
+    return place
+
+
+@jit
+def _few_up_kernel(
+    x,
+    gate_up,
+    bias,
+    ids,
+    expert_map,
+    h,
+    stride,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The activation of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
+
+    x                  [T, K];  stride  elements from token to token
+    gate_up, bias      [experts, 2 N, K] contiguous, gate first; [experts, 2 N] or None. ACT "relu2": N rows of each
+    ids, expert_map    [T, TOP_K] int32; [all experts] int32 or None, see `quire.kernels.experts`
+    h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
+    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration
+    ACT                see `gated_of`, or "relu2", which has no gate
+    """
+    GATED: tl.constexpr = ACT != "relu2"
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
+    pair = tl.program_id(0)
+    place = _place(ids, expert_map, pair, pair >= 0)
+    if place < 0:
+        return
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, :]
+    at = gate_up + place.to(tl.int64) * (N * K << GATED) + tl.minimum(col, N - 1)[:, None] * K + lane
+    source = x + (pair // TOP_K).to(tl.int64) * stride + lane
+    gate_tile = tl.load(at, mask=lane < K, other=0.0, eviction_policy="evict_first")
+    up_tile = gate_tile
+    if GATED:
+        up_tile = tl.load(at + N * K, mask=lane < K, other=0.0, eviction_policy="evict_first")
+    gate, up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32), tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        given = tl.load(source + start, mask=start + lane < K, other=0.0).to(tl.float32)
+        gate_now, up_now = gate_tile.to(tl.float32), up_tile.to(tl.float32)
+        more = start + BLOCK_K + lane < K
+        gate_tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        gate += tl.sum(tl.reshape(gate_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+        if GATED:
+            up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+    one, two = tl.sum(gate, 1), tl.sum(up, 1)
+    if bias is not None:
+        bias += place.to(tl.int64) * (N << GATED) + col
+        one += tl.load(bias, mask=col < N, other=0.0).to(tl.float32)
+        if GATED:
+            two += tl.load(bias + N, mask=col < N, other=0.0).to(tl.float32)
+    value = gated_of(one, two, ACT) if GATED else pointwise_of(one, ACT)
+    tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
+
+
+@jit
+def _few_down_kernel(
+    h,
+    down,
+    bias,
+    ids,
+    expert_map,
+    weights,
+    residual,
+    y,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
+
+    h                  [pairs, K] contiguous;  down, bias  [experts, N, K] contiguous; [experts, N] or None
+    ids, expert_map    as in `_few_up_kernel`;  weights  [T, TOP_K] float32
+    residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
+    TOP_K, J           experts of a token; padded to a power of two
+    N, K               outputs H and inputs I of an expert;  BLOCK_K  inputs of an iteration
+    """
+    token = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, None, :]
+    turn = tl.arange(0, J)[:, None, None]
+    pair = token * TOP_K + turn
+    place = _place(ids, expert_map, pair, turn < TOP_K)
+    there = place >= 0
+    at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
+    tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
+    weight = tl.load(weights + pair, mask=there, other=0.0)
+    to = token.to(tl.int64) * N + col
+    if residual is not None:  # written before the kernel before began: its programs have waited
+        added = tl.load(residual + to, mask=col < N, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([J, BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        given = tl.load(h + pair * K + start + lane, mask=there & (start + lane < K), other=0.0).to(tl.float32)
+        now = tile.to(tl.float32)
+        more = there & (start + BLOCK_K + lane < K)
+        tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        acc += tl.sum(tl.reshape(now * (given * weight), [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
+    out = tl.sum(tl.sum(acc, 2), 0)
+    if bias is not None:
+        own = tl.reshape(place, [J, 1])
+        at = bias + own.to(tl.int64) * N + col[None, :]
+        biases = tl.load(at, mask=(own >= 0) & (col < N)[None, :], other=0.0).to(tl.float32)
+        out += tl.sum(biases * tl.reshape(weight, [J, 1]), 0)
+    if residual is not None:
+        out += added.to(tl.float32)
+    tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
 
 
 @jit(do_not_specialize=["pairs"])

@@ -42,5 +42,5 @@ def run(
     experts = len(packed.down) if expert_map is None else len(expert_map)
     cut = EXACT if x.element_size() == 4 else SMALL if ids.numel() <= FEW * experts else LARGE
     if len(x):
-        many(x, (weights, ids, expert_map), packed, None if residual is None else y, y, cut, join=join)
+        many(x, weights, ids, packed, expert_map, None if residual is None else y, y, cut, join=join)
     return y

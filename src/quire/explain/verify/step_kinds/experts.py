@@ -43,7 +43,6 @@ class ExpertSteps(FeedForwardSteps):
         """Record the router's weights [T, E], the shared experts, and the sum of the routed experts."""
         experts = layer.router.routing.num_experts
         layer.forks = False  # a copy of a result would have to wait for the side stream
-        layer.most_shared = 0  # shared experts are steps of their own
 
         def routed(weights: Tensor, ids: Tensor) -> None:
             dense, live = weights.new_zeros(len(ids), experts), ids >= 0  # rows without a draft choose none
