@@ -234,8 +234,8 @@ class MoE(nn.Module):
 
     def _read(self, x: Tensor, branch: Branch, ctx: StepContext) -> tuple[Tensor, Routed | None]:
         """Return the input of the half, and its experts where one kernel computes both."""
-        found = None
-        if branch.before is not None and self.choose is None and ctx.adapters is None:
+        found, alone = None, ctx.apart or ctx.adapters is not None or self.choose is not None
+        if branch.before is not None and not alone:
             found = self.router.normed(x, branch.before, ctx.live)
         return (branch.read(x), None) if found is None else found
 

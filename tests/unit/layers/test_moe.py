@@ -204,6 +204,7 @@ def test_a_kernel_that_norms_scores_and_chooses(family: str) -> None:
     assert kernel.asked == [2, 2]
     adapters: Any = object()
     layer(hidden[:2].clone(), branch, replace(CTX, adapters=adapters))
+    layer(hidden[:2].clone(), branch, replace(CTX, apart=True))
     layer.choose = partial(uniform, build.kernels.routing, layer.router.routing)
     layer(hidden[:2].clone(), branch, CTX)
     layer.choose, layer.router.joins_norm = None, False
