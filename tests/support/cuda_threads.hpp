@@ -286,6 +286,10 @@ inline void st_sharedcluster_v2_f32(uint32_t at, float x, float y) {
   const float both[2] = {x, y};
   memcpy(shared(at, 8), both, 8);
 }
+inline void st_sharedcluster_v4_f32(uint32_t at, float x, float y, float z, float w) {
+  const float all[4] = {x, y, z, w};
+  memcpy(shared(at, 16), all, 16);
+}
 inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes) {
   if ((uintptr_t)from % 16) fail("not aligned");
   const Copy one = {shared(to, 16), (const char *)from, bytes, self->group};
