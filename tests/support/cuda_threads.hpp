@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 #ifdef __F16C__
@@ -38,7 +39,9 @@ struct Fiber {
   bool ended = false;
   std::vector<Copy> copies;
 };
+struct Bar { Meeting meeting; int left = 0; };  // bytes that are to come, in its first phase
 struct Point { unsigned x, y, z; };
+static std::map<uint32_t, Bar> bars;
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
 static std::vector<Warp> warps;
@@ -144,7 +147,7 @@ inline const char *run(int size, int of_block, int shared_bytes, bool copies_ear
   start = kernel, released = then, threads = of_block, early = copies_early, fault[0] = 0;
   shared_size = shared_bytes;
   fibers.assign(size * threads, Fiber()), blocks.assign(size, Block()), warps.assign(size * threads / 32, Warp());
-  cluster = grid = Meeting();
+  cluster = grid = Meeting(), bars.clear();
   for (auto &block : blocks) block.shared.assign(shared_bytes + BEHIND, (char)0xff);
   for (int i = 0; i < size * threads; i++) {
     Fiber &fiber = fibers[i];
@@ -290,7 +293,21 @@ inline void st_sharedcluster_v4_f32(uint32_t at, float x, float y, float z, floa
   const float all[4] = {x, y, z, w};
   memcpy(shared(at, 16), all, 16);
 }
-inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes) {
+inline void mbarrier_init_sharedcta_b64(uint32_t at) { shared(at, 8), bars[at] = Bar(); }
+inline void fence_mbarrier_init_release_cluster() {}
+inline void mbarrier_arrive_expect_tx_sharedcta_b64(uint32_t at, int bytes) { bars.at(at).left += bytes; }
+inline void st_async_sharedcluster_mbarriercomplete_txbytes_v4_f32(uint32_t at, float x, float y, float z, float w,
+                                                                   uint32_t bar) {
+  if (at >> 24 != bar >> 24) fail("the barrier of another block");
+  if (!bars.count(bar) || bars[bar].left < 16) fail("nobody waits for these bytes");
+  st_sharedcluster_v4_f32(at, x, y, z, w);
+  if (!(bars[bar].left -= 16)) bars[bar].meeting.turn++;
+}
+inline void mbarrier_try_wait_parity_acquire_cluster_sharedcta_b64(int &done, uint32_t at) {
+  wait(bars.at(at).meeting, 0), done = 1;
+}
+inline void selp_u32(uint32_t &to, int done) { to = done; }
+inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes = 16) {
   if ((uintptr_t)from % 16) fail("not aligned");
   const Copy one = {shared(to, 16), (const char *)from, bytes, self->group};
   if (early) do_copy(one);

@@ -33,7 +33,7 @@ struct Args {
   u16 *out;                 // [T, heads, L]
   u16 *latent, *rope;       // cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
   const int *table, *starts, *lengths, *table_rows;  // see AttentionMeta: query_start, seq_lens; table_rows may be none
-  i64 stride_q, stride_given, latent_block, latent_token, rope_block, rope_token, stride_table;  // in elements
+  i64 stride_q, stride_given, latent_block, rope_block, stride_table;  // in elements
   float eps, scale;         // scale of scores in base 2
   int heads, width;
   int first;                // 1: of the launches of a step
@@ -51,13 +51,15 @@ constexpr int WIDE = TILES * 8 + 2;                          // numbers of a tok
 constexpr int LINE = TILE * 2 + 16;                          // bytes of a lane's probabilities, likewise
 constexpr int STAGE = TILE * CHUNKS * 16;
 __host__ __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 // places in shared memory, behind the ring: scores of the warps, later the sums of all blocks; the others
 constexpr int SCORES = STAGES * STAGE, SUMS = SCORES;
 constexpr int SHARES = SCORES + most(WARPS * TILE * WIDE * 4, L / 16 * TILES * 512);
-constexpr int DECAYS = SHARES + 16 * LINE, STATS = DECAYS + 64;
+constexpr int DECAYS = SHARES + 16 * LINE, READY = DECAYS + 64, STATS = READY + 16;
+constexpr int RECEIVED = L / 16 * TILES * 512 + CLUSTER * PAIRS * 16;  // bytes of sums and statistics from all blocks
 constexpr float LOWEST = -1e30f;
 static_assert(LANES <= 16 && L % 256 == 0 && DEEP * WARPS * 32 == L && OWN * CLUSTER * 16 == L, "sizes");
-static_assert(WARPS >= 2 && ROWS <= WARPS && WARPS * 32 >= PAIRS * SPAN, "warps");
+static_assert(WARPS >= 4 && ROWS <= WARPS && WARPS * 32 >= PAIRS * SPAN && WARPS * 32 % KEY == 0, "warps");
 static_assert(SIZE % PIECE == 0 && TILE % PIECE == 0, "pieces");
 
 __device__ __forceinline__ float widen(u32 bits) { return __uint_as_float(bits << 16); }
@@ -100,13 +102,12 @@ __device__ __forceinline__ void unpack(float *to, const u32 *x) {
   for (int i = 0; i < 4; i++) to[2 * i] = widen(x[i] & 0xffff), to[2 * i + 1] = widen(x[i] >> 16);
 }
 
-// Rotates eight pairs of numbers x, y. SECOND: returns the second ones.
-__device__ __forceinline__ void turn(u32 *to, const u32 *x, const u32 *y, const u32 *cosine, const u32 *sine,
-                                     bool second) {
+// Rotates eight numbers x, whose others are y.
+__device__ __forceinline__ void turn(u32 *to, const u32 *x, const u32 *y, const u32 *cosine, const u32 *sine) {
   float a[8], b[8], c[8], s[8];
   unpack(a, x), unpack(b, y), unpack(c, cosine), unpack(s, sine);
 #pragma unroll
-  for (int j = 0; j < 8; j++) a[j] = second ? b[j] * c[j] + a[j] * s[j] : a[j] * c[j] - b[j] * s[j];
+  for (int j = 0; j < 8; j++) a[j] = a[j] * c[j] + b[j] * s[j];
 #pragma unroll
   for (int j = 0; j < 4; j++) to[j] = pack(a[2 * j], a[2 * j + 1]);
 }
@@ -144,17 +145,20 @@ __device__ __forceinline__ void multiply(float *c, u32 a0, u32 a1, u32 a2, u32 a
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]));
 }
 
-// Stores four numbers at a place of the shared memory of a block of the cluster.
-__device__ __forceinline__ void send(u32 at, int block, float a, float b, float c, float d) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
+// Stores four numbers at a place of the shared memory of a block of the cluster, whose `ready` counts the bytes. It
+// needs no fence of memory, as stores with a barrier of the cluster behind them do.
+__device__ __forceinline__ void send(u32 shared, int at, int block, float a, float b, float c, float d) {
+  u32 there, ready;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + at), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(ready) : "r"(shared + READY), "r"(block));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+               "f"(a), "f"(b), "f"(c), "f"(d), "r"(ready)
                : "memory");
 }
 
-// Starts to copy 16 bytes to shared memory, of which `bytes` are read and the others zero.
-__device__ __forceinline__ void copy(u32 to, const u16 *from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// Starts to copy 16 bytes to shared memory.
+__device__ __forceinline__ void copy(u32 to, const u16 *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // The work of a block.
@@ -173,31 +177,49 @@ struct Item {
     table = args.table + (args.table_rows ? args.table_rows[sequence] : sequence) * args.stride_table;
   }
 
+  // True if the block has a token of the step in stage n.
+  __device__ __forceinline__ bool own(int n) const {
+    return token(least((n + 1) * PIECES, pieces) - 1) + PIECE > before;
+  }
+
   // The first token of the block's piece number n.
   __device__ __forceinline__ int token(int n) const { return (n * CLUSTER + rank) * PIECE; }
 };
 
 // Starts to copy the cached tokens of stage n to the ring, zeros behind the context. Every call is a group of copies.
 __device__ __forceinline__ void fetch(const Args &args, const Item &item, u32 shared, int n) {
+  constexpr int STEP = WARPS * 32 / KEY;  // tokens that the threads copy at a time
   const u32 stage = shared + n % STAGES * STAGE;
+  const int row = threadIdx.x / KEY, chunk = threadIdx.x % KEY;
+  const int short_row = threadIdx.x / 8, short_chunk = threadIdx.x % 8;
+  i64 block[PIECES];
+#pragma unroll
+  for (int j = 0; j < PIECES; j++)
+    if (n * PIECES + j < item.pieces) block[j] = item.table[item.token(n * PIECES + j) / SIZE];
 #pragma unroll
   for (int j = 0; j < PIECES; j++) {
-    if (n * PIECES + j >= item.pieces) break;
-    const int token = item.token(n * PIECES + j);
-    const i64 block = item.table[token / SIZE];
-    const u16 *latent = args.latent + block * args.latent_block + token % SIZE * args.latent_token;
-    const u16 *rope = args.rope + block * args.rope_block + token % SIZE * args.rope_token;
+    const int token = item.token(n * PIECES + j), offset = token % SIZE;
+    if (token + PIECE > item.before) break;
+    const u16 *latent = args.latent + block[j] * args.latent_block + (offset + row) * L + chunk * 8;
 #pragma unroll
-    for (int i = threadIdx.x; i < PIECE * KEY; i += WARPS * 32) {
-      const int row = i / KEY, chunk = i % KEY, left = item.before - token - row;
-      if (left > 0 || left <= -item.rows)
-        copy(place(stage, j * PIECE + row, chunk), latent + row * args.latent_token + chunk * 8, left > 0 ? 16 : 0);
-    }
-#pragma unroll
-    for (int i = threadIdx.x; i < PIECE * R / 8; i += WARPS * 32) {
-      const int row = i / (R / 8), chunk = i % (R / 8), left = item.before - token - row;
-      if (left > 0 || left <= -item.rows)
-        copy(place(stage, j * PIECE + row, KEY + chunk), rope + row * args.rope_token + chunk * 8, left > 0 ? 16 : 0);
+    for (int i = 0; i < PIECE; i += STEP) copy(place(stage, j * PIECE + row + i, chunk), latent + i * L);
+    const u16 *rope = args.rope + block[j] * args.rope_block + (offset + short_row) * R + short_chunk * 8;
+    if (threadIdx.x < PIECE * 8) copy(place(stage, j * PIECE + short_row, KEY + short_chunk), rope);
+  }
+  const u32 nothing[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int j = 0; j < PIECES; j++) {  // those with some tokens in the cache, or none
+    const int token = item.token(n * PIECES + j), left = item.before - token;
+    if (n * PIECES + j >= item.pieces || left >= PIECE) continue;
+    const i64 at = item.table[token / SIZE];
+    const u16 *latent = args.latent + at * args.latent_block + token % SIZE * L;
+    const u16 *rope = args.rope + at * args.rope_block + token % SIZE * R;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < PIECE * CHUNKS; i += WARPS * 32) {
+      const int row = i / CHUNKS, chunk = i % CHUNKS;
+      const u16 *from = chunk < KEY ? latent + row * L + chunk * 8 : rope + row * R + (chunk - KEY) * 8;
+      const u32 to = place(stage, j * PIECE + row, chunk);
+      row < left ? copy(to, from) : store(to, nothing);
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -205,8 +227,8 @@ __device__ __forceinline__ void fetch(const Args &args, const Item &item, u32 sh
 
 // A token of the step, which a warp of the block norms and rotates whose turn it is.
 struct Own {
-  int stage, row;                // -1: none; place in the stage
-  u32 latent[EACH][4], key[2][4];  // before `run` weights of the norm, cosines and sines
+  int stage, row;                                    // -1: none; place in the stage
+  u32 latent[EACH][4], key[4], cosine[4], sine[4];  // before `run`, latent: weights of the norm
   i64 slot;
 
   // Loads what does not depend on the projection.
@@ -218,21 +240,20 @@ struct Own {
     if (stage < 0) return;
 #pragma unroll
     for (int i = 0; i < EACH; i++) load(latent[i], args.norm + (i * 32 + thread) * 8);
-    const i64 angle = (i64)(item.start + number) * R + thread % 4 * 8;
-    load(key[0], args.cos + angle), load(key[1], args.sin + angle + R / 2);
+    const i64 angle = (i64)(item.start + number) * R + thread % 8 * 8;
+    load(cosine, args.cos + angle), load(sine, args.sin + angle);
     slot = args.slots[item.start + number];
   }
 
-  // Norms and rotates in float32, and writes to the cache.
+  // Norms and rotates in float32, and writes to the cache. Each eight threads have the rotated key.
   __device__ __forceinline__ void run(const Args &args, const Item &item) {
     if (stage < 0) return;
     const int thread = threadIdx.x % 32;
     const u16 *from = args.given + (item.start + WARPS - 1 - threadIdx.x / 32) * args.stride_given;
-    u32 packed[EACH][4], pairs[2][4];
+    u32 packed[EACH][4], other[4];
 #pragma unroll
     for (int i = 0; i < EACH; i++) load(packed[i], from + (i * 32 + thread) * 8);
-#pragma unroll
-    for (int i = 0; i < 2; i++) load(pairs[i], from + L + i * (R / 2) + thread % 4 * 8);
+    load(key, from + L + thread % 8 * 8), load(other, from + L + (thread % 8 ^ 4) * 8);
     float x[EACH][8], squares = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -243,7 +264,7 @@ struct Own {
 #pragma unroll
     for (int far = 16; far; far /= 2) squares += __shfl_xor_sync(~0u, squares, far);
     const float inverse = rsqrtf(squares / L + args.eps);
-    const i64 block = slot / SIZE, offset = slot % SIZE;
+    u16 *to = args.latent + slot / SIZE * args.latent_block + slot % SIZE * L;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       float weights[8];
@@ -252,16 +273,11 @@ struct Own {
       for (int j = 0; j < 8; j++) x[i][j] = finite(x[i][j] * inverse * weights[j]);
 #pragma unroll
       for (int j = 0; j < 4; j++) latent[i][j] = pack(x[i][2 * j], x[i][2 * j + 1]);
-      if (item.group == 0)
-        keep(args.latent + block * args.latent_block + offset * args.latent_token + (i * 32 + thread) * 8, latent[i]);
+      if (item.group == 0) keep(to + (i * 32 + thread) * 8, latent[i]);
     }
-    u32 second[4];
-    turn(second, pairs[0], pairs[1], key[0], key[1], true), turn(key[0], pairs[0], pairs[1], key[0], key[1], false);
-#pragma unroll
-    for (int j = 0; j < 4; j++) key[1][j] = second[j];
-    if (item.group || thread >= 4) return;
-    u16 *to = args.rope + block * args.rope_block + offset * args.rope_token + thread * 8;
-    keep(to, key[0]), keep(to + R / 2, key[1]);
+    turn(key, key, other, cosine, sine);
+    to = args.rope + slot / SIZE * args.rope_block + slot % SIZE * R;
+    if (item.group == 0 && thread < 8) keep(to + thread * 8, key);
   }
 
   // Puts the token into the ring.
@@ -269,52 +285,50 @@ struct Own {
     const int thread = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < EACH; i++) store(place(at, row, i * 32 + thread), latent[i]);
-    if (thread >= 4) return;
-    store(place(at, row, KEY + thread), key[0]), store(place(at, row, KEY + 4 + thread), key[1]);
+    if (thread < 8) store(place(at, row, KEY + thread), key);
   }
 };
 
 // Queries as second operands of products: a thread has eight of each 32 dimensions of its warp, for each tile. Each of
-// the first two warps has half of the rotated dimensions, too.
+// the first two warps has half of the rotated dimensions, too. Lanes without a query have the one of a row before.
 struct Queries {
   u32 words[DEEP + 1][TILES][4], cosine[TILES][4], sine[TILES][4];
 
+  // The row of a thread's lane, its head among those of the cluster, and its first rotated dimension.
+  static __device__ __forceinline__ int lane(int tile) { return tile * 8 + threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int row(const Item &item, int tile) {
+    const int own = lane(tile) / GROUP;
+    return item.start + (own < item.rows ? own : 0);
+  }
+  static __device__ __forceinline__ int turned() { return threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8; }
+
   // Loads the angles.
   __device__ __forceinline__ void begin(const Args &args, const Item &item) {
-    if (threadIdx.x >= 64) return;
+    if (threadIdx.x >= 64 || item.rows <= 0) return;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      const int row = (tile * 8 + threadIdx.x % 32 / 4) / GROUP;
-      if (row >= item.rows) continue;
-      const i64 angle = (i64)(item.start + row) * R + threadIdx.x % 4 * 8;
-      load(cosine[tile], args.cos + angle), load(sine[tile], args.sin + angle + R / 2);
+      const i64 angle = (i64)row(item, tile) * R + turned();
+      load(cosine[tile], args.cos + angle), load(sine[tile], args.sin + angle);
     }
   }
 
   __device__ __forceinline__ void run(const Args &args, const Item &item) {
-    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    u32 pairs[TILES][2][4];
+    u32 others[TILES][4];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      const int lane = tile * 8 + threadIdx.x % 32 / 4, row = lane / GROUP, head = item.group * GROUP + lane % GROUP;
-      const bool there = row < item.rows;
-      const i64 place = (i64)(item.start + row) * args.heads + head;
-#pragma unroll
-      for (int i = 0; i <= DEEP; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[i][tile][j] = 0;
+      const int head = item.group * GROUP + lane(tile) % GROUP;
+      const u16 *from = args.absorbed + ((i64)row(item, tile) * args.heads + head) * L;
 #pragma unroll
       for (int i = 0; i < DEEP; i++)
-        if (there) load(words[i][tile], args.absorbed + place * L + (warp * DEEP + i) * 32 + t * 8);
-      if (warp < 2 && there) {
-        const u16 *from = args.q + (item.start + row) * args.stride_q + (head + 1) * args.width - R + t * 8;
-        load(pairs[tile][0], from), load(pairs[tile][1], from + R / 2);
-      }
+        load(words[i][tile], from + (threadIdx.x / 32 * DEEP + i) * 32 + threadIdx.x % 4 * 8);
+      if (threadIdx.x >= 64) continue;
+      from = args.q + row(item, tile) * args.stride_q + (head + 1) * args.width - R;
+      load(words[DEEP][tile], from + turned()), load(others[tile], from + (turned() ^ R / 2));
     }
+    if (threadIdx.x >= 64) return;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-      if (warp < 2 && (tile * 8 + threadIdx.x % 32 / 4) / GROUP < item.rows)
-        turn(words[DEEP][tile], pairs[tile][0], pairs[tile][1], cosine[tile], sine[tile], warp == 1);
+      turn(words[DEEP][tile], words[DEEP][tile], others[tile], cosine[tile], sine[tile]);
   }
 };
 
@@ -335,7 +349,7 @@ __device__ __forceinline__ void score(float (*even)[4], float (*odd)[4], const c
 __device__ __forceinline__ void score_stage(const Queries &queries, char *memory, int slot, int pieces) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float *scores = (float *)(memory + SCORES) + (warp * TILE + g) * WIDE + t * 2;
-#pragma unroll 2
+#pragma unroll 1
   for (int j = 0; j < pieces; j++) {
     float even[TILES][4] = {}, odd[TILES][4] = {};  // two sums, so that a product does not wait for the one before
 #pragma unroll
@@ -404,7 +418,7 @@ struct Softmax {
 #pragma unroll
       for (int j = 0; j < 2; j++) weight[j] += __shfl_xor_sync(~0u, weight[j], far);
     for (int block = threadIdx.x % SPAN; block < CLUSTER; block += SPAN)
-      send(shared + STATS + (rank * PAIRS + pair) * 16, block, top[0], weight[0], top[1], weight[1]);
+      send(shared, STATS + (rank * PAIRS + pair) * 16, block, top[0], weight[0], top[1], weight[1]);
   }
 };
 
@@ -423,7 +437,7 @@ struct Sums {
 #pragma unroll
         for (int h = 0; h < 2; h++) of[m][tile][2 * h] *= decay.x, of[m][tile][2 * h + 1] *= decay.y;
     }
-#pragma unroll 2
+#pragma unroll 1
     for (int j = 0; j < pieces; j++) {
       u32 shares[4];
       matrices(shares, shared + SHARES + (thread / 16 * 8 + thread % 8) * LINE + (j * 2 + thread / 8 % 2) * 16);
@@ -446,8 +460,8 @@ struct Sums {
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         const float *x = of[m][tile];
-        const u32 at = shared + SUMS + (((rank * OWN + from % OWN) * TILES + tile) * 32 + threadIdx.x % 32) * 16;
-        send(at, from / OWN, x[0], x[1], x[2], x[3]);
+        const int at = SUMS + (((rank * OWN + from % OWN) * TILES + tile) * 32 + threadIdx.x % 32) * 16;
+        send(shared, at, from / OWN, x[0], x[1], x[2], x[3]);
       }
     }
   }
@@ -486,8 +500,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
   extern __shared__ __align__(128) char memory[];
   const u32 shared = (u32)__cvta_generic_to_shared(memory);
   if (args.first) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared + READY) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared + READY), "n"(RECEIVED)
+                 : "memory");
+  }
   const Item item(args);
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < STAGES; n++) fetch(args, item, shared, n);
   Own own;
   Queries queries;
@@ -498,26 +518,34 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
   Softmax softmax;
   Sums sums = {};
   // A block's scores are read for the last time before it arrives: then others may write their sums there.
-  if (item.stages == 0) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (item.stages == 0) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   for (int n = 0; n < item.stages; n++) {
-    const int slot = n % STAGES, pieces = item.pieces - n * PIECES < PIECES ? item.pieces - n * PIECES : PIECES;
+    const int slot = n % STAGES, pieces = least(item.pieces - n * PIECES, PIECES);
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-    if (own.stage == n) own.put(shared + slot * STAGE);
     __syncthreads();
+    if (item.own(n)) {
+      if (own.stage == n) own.put(shared + slot * STAGE);
+      __syncthreads();
+    }
     score_stage(queries, memory, slot, pieces);
     __syncthreads();
     softmax.add(item, memory, n, args.scale);
     __syncthreads();
-    if (n + 1 == item.stages) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (n + 1 == item.stages) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     sums.add(memory, shared, slot, pieces);
     if (n + 1 < item.stages) {
       __syncthreads();
       fetch(args, item, shared, n + STAGES);
     }
   }
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   sums.share_out(shared, item.rank), softmax.share_out(shared, item.rank);
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  for (u32 done = 0; !done;)
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared + READY)
+        : "memory");
   combine(args, item, memory);
 }

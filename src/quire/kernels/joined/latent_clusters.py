@@ -67,7 +67,7 @@ class _Args(Structure):
         *((name, c_void_p) for name in ("absorbed", "q", "given", "norm", "cos", "sin", "slots", "out")),
         *((name, c_void_p) for name in ("latent", "rope", "table", "starts", "lengths", "table_rows")),
         *((f"stride_{name}", c_longlong) for name in ("q", "given")),
-        *((name, c_longlong) for name in ("latent_block", "latent_token", "rope_block", "rope_token", "stride_table")),
+        *((name, c_longlong) for name in ("latent_block", "rope_block", "stride_table")),
         *(("eps", c_float), ("scale", c_float), ("heads", c_int), ("width", c_int), ("first", c_int)),
     )
 
@@ -96,6 +96,7 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
         and q.stride()[1:] == (q.shape[2], 1)
         and kv.block_size % PIECE == 0
         and kv.rope.shape[3] == KEY_DIM
+        and (kv.latent.stride(2), kv.rope.stride(2)) == (kv.latent.shape[3], KEY_DIM)
         and norm.shape[0] % (32 * TILING.warps) == 0
         and norm.shape[0] % 256 == 0
     )
@@ -118,7 +119,7 @@ def attention(
     tables = meta.block_tables, meta.query_start, meta.seq_lens, meta.table_rows
     args = _Args(
         *(None if one is None else one.data_ptr() for one in (*tensors, *tables)),  # type: ignore[union-attr]
-        *(q.stride(0), rows_given.stride(0), *kv.latent.stride()[::2], *kv.rope.stride()[::2]),
+        *(q.stride(0), rows_given.stride(0), kv.latent.stride(0), kv.rope.stride(0)),
         *(meta.block_tables.stride(0), given.eps, scale * LOG2E, heads, q.shape[2], int(__name__ not in meta.plans)),
     )
     meta.plans[__name__] = True
@@ -137,7 +138,7 @@ def shared_bytes(dim: int, lanes: int, tiling: Tiling) -> int:
     """Return the dynamic shared memory of a block: tokens, scores of warps or sums of blocks, probabilities, maxima."""
     tiles, tile = -(-lanes // 8), tiling.tile
     ring, scores = tiling.stages * tile * (dim + KEY_DIM) * 2, tiling.warps * tile * (tiles * 8 + 2) * 4
-    return ring + max(scores, dim // 16 * tiles * 512) + 16 * (tile * 2 + 16) + 64 + tiling.blocks * tiles * 64
+    return ring + max(scores, dim // 16 * tiles * 512) + 16 * (tile * 2 + 16) + 80 + tiling.blocks * tiles * 64
 
 
 @functools.cache
