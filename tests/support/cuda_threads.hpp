@@ -303,7 +303,7 @@ inline void st_async_sharedcluster_mbarriercomplete_txbytes_v4_f32(uint32_t at, 
   st_sharedcluster_v4_f32(at, x, y, z, w);
   if (!(bars[bar].left -= 16)) bars[bar].meeting.turn++;
 }
-inline void mbarrier_try_wait_parity_acquire_cluster_sharedcta_b64(int &done, uint32_t at) {
+inline void mbarrier_try_wait_parity_sharedcta_b64(int &done, uint32_t at) {
   wait(bars.at(at).meeting, 0), done = 1;
 }
 inline void selp_u32(uint32_t &to, int done) { to = done; }

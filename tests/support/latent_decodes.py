@@ -7,8 +7,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.inputs import Case
-from quire.kernels.joined.inputs import HeadInputs
-from quire.kernels.joined.latent_clusters import LatentInputs
+from quire.kernels.joined.inputs import HeadInputs, LatentInputs
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.inputs import make, steps
 

@@ -33,7 +33,8 @@ struct Args {
   u16 *out;                 // [T, heads, L]
   u16 *latent, *rope;       // cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
   const int *table, *starts, *lengths, *table_rows;  // see AttentionMeta: query_start, seq_lens; table_rows may be none
-  i64 stride_q, stride_given, latent_block, rope_block, stride_table;  // in elements
+  i64 latent_block, rope_block;  // elements from block to block
+  int stride_q, stride_given, stride_table;  // in elements
   float eps, scale;         // scale of scores in base 2
   int heads, width;
   int first;                // 1: of the launches of a step
@@ -174,7 +175,7 @@ struct Item {
     before = args.lengths[sequence] - rows;
     pieces = rows > 0 ? ((before + rows + PIECE - 1) / PIECE - rank + CLUSTER - 1) / CLUSTER : 0;
     stages = (pieces + PIECES - 1) / PIECES;
-    table = args.table + (args.table_rows ? args.table_rows[sequence] : sequence) * args.stride_table;
+    table = args.table + (args.table_rows ? args.table_rows[sequence] : sequence) * (i64)args.stride_table;
   }
 
   // True if the block has a token of the step in stage n.
@@ -229,7 +230,7 @@ __device__ __forceinline__ void fetch(const Args &args, const Item &item, u32 sh
 struct Own {
   int stage, row;                                    // -1: none; place in the stage
   u32 latent[EACH][4], key[4], cosine[4], sine[4];  // before `run`, latent: weights of the norm
-  i64 slot;
+  int slot;
 
   // Loads what does not depend on the projection.
   __device__ __forceinline__ void begin(const Args &args, const Item &item) {
@@ -240,9 +241,9 @@ struct Own {
     if (stage < 0) return;
 #pragma unroll
     for (int i = 0; i < EACH; i++) load(latent[i], args.norm + (i * 32 + thread) * 8);
-    const i64 angle = (i64)(item.start + number) * R + thread % 8 * 8;
+    const int angle = (item.start + number) * R + thread % 8 * 8;
     load(cosine, args.cos + angle), load(sine, args.sin + angle);
-    slot = args.slots[item.start + number];
+    slot = (int)args.slots[item.start + number];
   }
 
   // Norms and rotates in float32, and writes to the cache. Each eight threads have the rotated key.
@@ -307,7 +308,7 @@ struct Queries {
     if (threadIdx.x >= 64 || item.rows <= 0) return;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      const i64 angle = (i64)row(item, tile) * R + turned();
+      const int angle = row(item, tile) * R + turned();
       load(cosine[tile], args.cos + angle), load(sine[tile], args.sin + angle);
     }
   }
@@ -317,7 +318,7 @@ struct Queries {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       const int head = item.group * GROUP + lane(tile) % GROUP;
-      const u16 *from = args.absorbed + ((i64)row(item, tile) * args.heads + head) * L;
+      const u16 *from = args.absorbed + (row(item, tile) * args.heads + head) * L;
 #pragma unroll
       for (int i = 0; i < DEEP; i++)
         load(words[i][tile], from + (threadIdx.x / 32 * DEEP + i) * 32 + threadIdx.x % 4 * 8);
@@ -490,7 +491,7 @@ __device__ __forceinline__ void combine(const Args &args, const Item &item, cons
     u32 dims[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) dims[h] = turned(pack(sum[2 * h] / weight[0], sum[2 * h + 1] / weight[1]));
-    u16 *to = args.out + ((i64)(item.start + row) * args.heads + head) * L + (item.rank * OWN + i / TILES) * 16;
+    u16 *to = args.out + ((item.start + row) * args.heads + head) * L + (item.rank * OWN + i / TILES) * 16;
     if (row < item.rows) *(u32 *)(to + thread % 4 * 2) = dims[0], *(u32 *)(to + 8 + thread % 4 * 2) = dims[1];
   }
 }
@@ -542,7 +543,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
   sums.share_out(shared, item.rank), softmax.share_out(shared, item.rank);
   for (u32 done = 0; !done;)
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
         "selp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
         : "r"(shared + READY)

@@ -9,7 +9,6 @@ the tiling and on the context's length alone.
 import functools
 import math
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +20,12 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.cuda_source import CudaKernel, CudaSource
 from quire.kernels.joined import MOST_DRAFTED
 from quire.kernels.joined.choice import KEY_DIM, MOST_LATENT_CLUSTERS, JoinedDecodes, latent_group
-from quire.kernels.joined.inputs import HeadInputs
+from quire.kernels.joined.inputs import HeadInputs, LatentInputs
 from quire.kernels.latent import LatentView
 
 SOURCE = Path(__file__).with_name("latent_clusters.cu")
 PIECE = 16  # tokens that a block takes in turn
-REGISTERS = {4: 255, 8: 184, 16: 128}  # of a thread, by warps: with fewer some are spilled
+REGISTERS = {4: 255, 8: 152, 16: 128}  # of a thread, by warps: with fewer some are spilled
 LOG2E = math.log2(math.e)
 
 
@@ -48,26 +47,14 @@ class Tiling(NamedTuple):
 TILING = Tiling(8, 8, 64, 1)  # not measured
 
 
-@dataclass(frozen=True)
-class LatentInputs:
-    """What `quire.kernels.latent.prepare` takes beside norm, angles and cache.
-
-    q       [T, H, P + R] queries, of which the last R are to be rotated
-    given   [T, L + R] latents before their norm, and keys before their rotation
-    """
-
-    q: Tensor
-    given: Tensor
-
-
 class _Args(Structure):
     """`Args` of the source."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("absorbed", "q", "given", "norm", "cos", "sin", "slots", "out")),
         *((name, c_void_p) for name in ("latent", "rope", "table", "starts", "lengths", "table_rows")),
-        *((f"stride_{name}", c_longlong) for name in ("q", "given")),
-        *((name, c_longlong) for name in ("latent_block", "rope_block", "stride_table")),
+        *((name, c_longlong) for name in ("latent_block", "rope_block")),
+        *((f"stride_{name}", c_int) for name in ("q", "given", "table")),
         *(("eps", c_float), ("scale", c_float), ("heads", c_int), ("width", c_int), ("first", c_int)),
     )
 
@@ -108,7 +95,7 @@ def attention(
     """Write the step's latents and rotated keys to `kv`, and return the weighted sums of latents [T, H, L].
 
     absorbed [T, H, L] are the queries times the up-projection of keys; for the other arguments see
-    `quire.kernels.latent`. `inputs` is only read.
+    `quire.kernels.latent`.
     """
     assert absorbed.is_contiguous() and given.norm is not None and isinstance(meta.seq_lens, Tensor)
     (_, heads, dim), sequences, rows = absorbed.shape, len(meta.seq_lens), meta.max_query_len or 1
@@ -119,8 +106,8 @@ def attention(
     tables = meta.block_tables, meta.query_start, meta.seq_lens, meta.table_rows
     args = _Args(
         *(None if one is None else one.data_ptr() for one in (*tensors, *tables)),  # type: ignore[union-attr]
-        *(q.stride(0), rows_given.stride(0), kv.latent.stride(0), kv.rope.stride(0)),
-        *(meta.block_tables.stride(0), given.eps, scale * LOG2E, heads, q.shape[2], int(__name__ not in meta.plans)),
+        *(kv.latent.stride(0), kv.rope.stride(0), q.stride(0), rows_given.stride(0), meta.block_tables.stride(0)),
+        *(given.eps, scale * LOG2E, heads, q.shape[2], int(__name__ not in meta.plans)),
     )
     meta.plans[__name__] = True
     kernel.launch(
