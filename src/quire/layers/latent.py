@@ -174,7 +174,7 @@ class LatentAttention(nn.Module):
         rows = ctx.adapters if self.kv_up.adapted is not None else None
         given = LatentInputs(q.unflatten(1, (self.num_heads, -1)), latent)
         if rows is not None or ctx.apart or not self._attend_joined(given, turns, kv, meta, out):
-            self._attend_apart(given, turns, kv, meta, out, ctx.chosen, rows)
+            self._attend_apart(given, turns, kv, ctx, out, rows)
         return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
 
     def _attend_joined(
@@ -201,12 +201,12 @@ class LatentAttention(nn.Module):
         given: LatentInputs,
         turns: Turns,
         kv: LatentView,
-        meta: AttentionMeta,
+        ctx: StepContext,
         out: Tensor,
-        chosen: Chosen | None,
         adapters: AdapterRows | None,
     ) -> None:
-        """Attention with a kernel for norm and rotation, written to out [T, H, V]; for the others see `_attend`."""
+        """Attention with a kernel for norm and rotation, written to out [T, H, V]. adapters: see `_attend`."""
+        meta = ctx.attention[self.group]
         q = self.kernel.prepare(
             given.q,
             given.given,
@@ -219,8 +219,8 @@ class LatentAttention(nn.Module):
         if self.sizes.index is None:
             self._attend(q, kv, meta, out, adapters)
         else:
-            assert chosen is not None, "a layer before has an indexer"
-            self._attend_chosen(q, kv, meta, chosen, out, adapters)
+            assert ctx.chosen is not None, "a layer before has an indexer"
+            self._attend_chosen(q, kv, meta, ctx.chosen, out, adapters)
 
     def _attend(
         self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor, adapters: AdapterRows | None

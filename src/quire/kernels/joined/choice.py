@@ -100,7 +100,7 @@ def choose_latent(
     }
     if reason := next((reason for reason, holds in against.items() if holds), ""):
         return JoinedDecodes(0, reason, range(0), reason, latent=True)
-    words = f"its {heads} heads are {groups} cluster{'s' * (groups > 1)}"
+    words = f"the {heads} heads of a sequence make {groups} cluster{'s' * (groups > 1)}"
     most = LATENT_CONTEXT if context > LATENT_CONTEXT else 0
     return JoinedDecodes(MOST_LATENT_CLUSTERS // groups, words, range(0), words, most, latent=True)
 

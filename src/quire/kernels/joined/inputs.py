@@ -20,7 +20,7 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class LatentInputs:
-    """What `quire.kernels.latent.prepare` takes beside norm, angles and cache. Both are only read.
+    """The arguments of `quire.kernels.latent.prepare` beside norm, angles and cache. Both are only read.
 
     q       [T, H, P + R] queries, of which the last R are to be rotated
     given   [T, L + R] latents before their norm, and keys before their rotation

@@ -70,7 +70,7 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
     if not short or not 0 < len(meta.seq_lens) <= decodes.sequences or not 0 < rows <= MOST_DRAFTED:
         return False
     clusters = len(meta.seq_lens) * (q.shape[1] // latent_group(q.shape[1], rows))
-    halves = (q, given, norm, kv.latent, kv.rope)
+    numbers = (q, given, norm, kv.latent, kv.rope)
     return (
         clusters <= MOST_LATENT_CLUSTERS
         and rows <= meta.decode_len
@@ -78,7 +78,7 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
         and not meta.prompts
         and meta.row_positions is None
         and kv.scales is None
-        and all(one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0 for one in halves)
+        and all(one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0 for one in numbers)
         and all(stride % 8 == 0 for stride in (*q.stride()[:2], given.stride(0)))
         and q.stride()[1:] == (q.shape[2], 1)
         and kv.block_size % PIECE == 0
