@@ -175,13 +175,15 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     shapes = [shape for shape in runner.recorder.shapes() if shape.decode and not shape.shared]
     made, variants = {}, []
     module: Any = latent_clusters if latent else decode_clusters
-    known, tiling = module.TILING, type(module.TILING)
+    constant, tiling = ("TILINGS" if latent else "TILING"), module.Tiling
+    known = getattr(module, constant)
 
     def switch(variant: str) -> None:
         name = wanted[0] if variant == "again" else variant
         product.ENABLED = not name.endswith(" triton")
         word, _, sizes = name.removesuffix(" triton").partition(" ")
-        module.TILING = tiling(*map(int, sizes.split(":"))) if sizes else known
+        asked = tiling(*map(int, sizes.split(":"))) if sizes else known
+        setattr(module, constant, {MOST_LATENT_CLUSTERS: asked} if latent and sizes else asked)
         for layer in own:
             rows = range(1, MOST_ROWS + 1) if word == "attention" else range(0)
             layer.joined = JoinedDecodes(MOST_ROWS * (word == "clusters"), "", rows, "")
@@ -191,7 +193,8 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     def works() -> list[tuple[Any, Callable[[], None]]]:
         return [(key, work) for key, work in programs.recordings(shapes) if key[0].startswith("decode")]
 
-    wanted = [one for one in wanted if one.split()[0] in can]
+    count = len(tiling._fields) - 1  # colons of a tiling
+    wanted = [one for one in wanted if one.split()[0] in can and one.count(":") in (0, count)]
     if graphs:
         programs.some = first_of_each_kind(zip(runner.model.layers, programs.kv, strict=False))
         with torch.inference_mode(), compiling_ahead() as ahead:

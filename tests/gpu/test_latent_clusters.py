@@ -70,7 +70,7 @@ def joined(step: LatentStep, kv: LatentView, meta: AttentionMeta) -> Tensor:
 def test_as_the_chain(case: tuple[Any, ...], tiling: Tiling | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is the same, and attention to the rounding of sums; each time the same bits, in a graph, too."""
     if tiling is not None:
-        monkeypatch.setattr(latent_clusters, "TILING", tiling)
+        monkeypatch.setattr(latent_clusters, "TILINGS", {MOST_LATENT_CLUSTERS: tiling})
     step = on_gpu(case)
     own = LatentView(step.kv.latent.clone(), step.kv.rope.clone())
     assert latent_clusters.fits(EVERY, step.inputs, step.given.norm, own, step.meta)  # type: ignore[arg-type]

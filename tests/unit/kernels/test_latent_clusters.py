@@ -12,7 +12,7 @@ from quire.kernels.joined import MOST_DRAFTED, MOST_LANES, latent_clusters
 from quire.kernels.joined.choice import LATENT_DIM, MOST_LATENT_CLUSTERS, JoinedDecodes, latent_group
 from quire.kernels.joined.dispatch import latent_kernel
 from quire.kernels.joined.inputs import LatentInputs
-from quire.kernels.joined.latent_clusters import TILING, Tiling, kernel_of, shared_bytes
+from quire.kernels.joined.latent_clusters import TILINGS, Tiling, kernel_of, shared_bytes
 from quire.kernels.latent import LatentView
 
 from ...support.cubins import resources
@@ -75,17 +75,19 @@ def test_groups_of_heads() -> None:
 
 def test_shared_memory_is_enough() -> None:
     lanes = range(1, MOST_LANES + 1)
-    assert max(shared_bytes(LATENT_DIM, n, TILING) for n in lanes) <= SHARED
-    assert MOST_LATENT_CLUSTERS * TILING.blocks <= 132, "no more blocks than an H200 has multiprocessors"
+    for most, tiling in TILINGS.items():
+        assert max(shared_bytes(LATENT_DIM, n, tiling) for n in lanes) <= SHARED
+        assert most * tiling.blocks <= 132, "no more blocks than an H200 has multiprocessors"
+    assert max(TILINGS) == MOST_LATENT_CLUSTERS
 
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
 @pytest.mark.parametrize(
     ("group", "rows", "tiling"),
     [
-        *((group, 1, TILING) for group in (5, 16)),
-        *((MOST_LANES // rows, rows, TILING) for rows in (2, MOST_DRAFTED)),
-        (16, 1, Tiling(16, 8, 32, 3)),
+        *((group, 1, one) for one in TILINGS.values() for group in (5, 16)),
+        *((MOST_LANES // rows, rows, TILINGS[4]) for rows in (2, MOST_DRAFTED)),
+        (16, 1, Tiling(16, 8, 64, 1)),
         (16, 1, Tiling(8, 4, 32, 2)),
         (16, 1, Tiling(16, 16, 16, 4)),
     ],

@@ -60,7 +60,7 @@ def test_as_the_reference(
     defines = latent_clusters.kernel_of(shape, tiling).source.defines
     kernel = EmulatedKernel(SOURCE, dict(defines), "latent_clusters", tmp_path)
     monkeypatch.setattr(latent_clusters, "kernel_of", lambda *_: kernel)
-    monkeypatch.setattr(latent_clusters, "TILING", tiling)
+    monkeypatch.setattr(latent_clusters, "TILINGS", {100: tiling})
     step = latent_step(lengths, rows, heads, latent, size)
     expected, written = computed(step)
     order = torch.arange(len(step.meta.block_tables)).flip(0)

@@ -522,8 +522,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
   if (item.stages == 0) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   for (int n = 0; n < item.stages; n++) {
     const int slot = n % STAGES, pieces = least(item.pieces - n * PIECES, PIECES);
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    if (n == 0 || STAGES == 1) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    } else {
+      asm volatile("cp.async.wait_group %0;" ::"n"(most(STAGES, 2) - 2) : "memory");
+    }
     __syncthreads();
+    if (n > 0 && STAGES > 1) fetch(args, item, shared, n - 1 + STAGES);  // all warps are done with the stage before
     if (item.own(n)) {
       if (own.stage == n) own.put(shared + slot * STAGE);
       __syncthreads();
@@ -534,9 +539,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
     __syncthreads();
     if (n + 1 == item.stages) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     sums.add(memory, shared, slot, pieces);
-    if (n + 1 < item.stages) {
+    if (STAGES == 1 && n + 1 < item.stages) {
       __syncthreads();
-      fetch(args, item, shared, n + STAGES);
+      fetch(args, item, shared, n + 1);
     }
   }
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");

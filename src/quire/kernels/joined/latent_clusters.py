@@ -44,7 +44,8 @@ class Tiling(NamedTuple):
     stages: int
 
 
-TILING = Tiling(8, 8, 64, 1)  # not measured
+# By most clusters of a step. Not measured.
+TILINGS = {4: Tiling(16, 8, 32, 2), MOST_LATENT_CLUSTERS: Tiling(8, 8, 32, 3)}
 
 
 class _Args(Structure):
@@ -65,11 +66,12 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
     decodes   what the plan has chosen for the layer
     Not with parts of prompts, see `few_decodes` in `joined/inputs.py`.
     """
-    q, given, rows = inputs.q, inputs.given, meta.max_query_len or 0
+    (_, heads, _), dim, rows = inputs.q.shape, norm.shape[0], meta.max_query_len or 0
+    q, given = inputs.q, inputs.given
     short = not decodes.context or 0 < (meta.most_context or 0) <= decodes.context
     if not short or not 0 < len(meta.seq_lens) <= decodes.sequences or not 0 < rows <= MOST_DRAFTED:
         return False
-    clusters = len(meta.seq_lens) * (q.shape[1] // latent_group(q.shape[1], rows))
+    clusters = len(meta.seq_lens) * (heads // latent_group(heads, rows))
     numbers = (q, given, norm, kv.latent, kv.rope)
     return (
         clusters <= MOST_LATENT_CLUSTERS
@@ -84,8 +86,7 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
         and kv.block_size % PIECE == 0
         and kv.rope.shape[3] == KEY_DIM
         and (kv.latent.stride(2), kv.rope.stride(2)) == (kv.latent.shape[3], KEY_DIM)
-        and norm.shape[0] % (32 * TILING.warps) == 0
-        and norm.shape[0] % 256 == 0
+        and all(dim % max(256, 32 * one.warps, 16 * one.blocks) == 0 for one in TILINGS.values())
     )
 
 
@@ -99,8 +100,9 @@ def attention(
     """
     assert absorbed.is_contiguous() and given.norm is not None and isinstance(meta.seq_lens, Tensor)
     (_, heads, dim), sequences, rows = absorbed.shape, len(meta.seq_lens), meta.max_query_len or 1
-    out, group, tiling = torch.empty_like(absorbed), latent_group(heads, rows), TILING
-    q, rows_given = inputs.q, inputs.given
+    out, group = torch.empty_like(absorbed), latent_group(heads, rows)
+    q, rows_given, groups = inputs.q, inputs.given, heads // group
+    tiling = next(one for most, one in TILINGS.items() if sequences * groups <= most)
     kernel = kernel_of((dim, group, rows, kv.block_size), tiling)
     tensors = absorbed, q, rows_given, given.norm, given.cos, given.sin, meta.kv_slots, out, kv.latent, kv.rope
     tables = meta.block_tables, meta.query_start, meta.seq_lens, meta.table_rows
@@ -111,7 +113,7 @@ def attention(
     )
     meta.plans[__name__] = True
     kernel.launch(
-        (tiling.blocks * (heads // group), sequences),
+        (tiling.blocks * groups, sequences),
         (tiling.warps * 32,),
         [args],
         shared_bytes=shared_bytes(dim, group * rows, tiling),
@@ -135,6 +137,6 @@ def kernel_of(shape: tuple[int, int, int, int], tiling: Tiling) -> CudaKernel:
     shape   width of latents, heads of a cluster, most rows of a sequence, tokens of a block of the cache
     """
     dim, group, rows, size = shape
-    defines = {"L": dim, "GROUP": group, "ROWS": rows, "SIZE": size, "REGISTERS": REGISTERS[tiling.warps]}
+    defines = {"L": dim, "GROUP": group, "ROWS": rows, "SIZE": size, "REGISTERS": REGISTERS.get(tiling.warps, 128)}
     defines |= {"CLUSTER": tiling.blocks, "WARPS": tiling.warps, "TILE": tiling.tile, "STAGES": tiling.stages}
     return CudaSource(SOURCE, defines).kernel("latent_clusters")
