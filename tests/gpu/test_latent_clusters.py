@@ -38,7 +38,7 @@ TILINGS = [None, Tiling(16, 8, 64, 1), Tiling(8, 8, 32, 3), Tiling(8, 4, 32, 2),
 
 
 def on_gpu(case: tuple[Any, ...]) -> LatentStep:
-    """Return a step of decodes as `latent_step` does, on the GPU, without the padded sequence."""
+    """Return a step of decodes as `latent_step` does, on the GPU."""
     step = latent_step(*case)
     sides = torch.nn.functional.pad(step.inputs.given, (step.inputs.q[0].numel(), 0)).cuda()
     sides[:, : step.inputs.q[0].numel()] = step.inputs.q.flatten(1).cuda()  # in one projection, as in the engine

@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply(float *c, u32 a0, u32 a1, u32 a2, u32 a
 }
 
 // Stores four numbers at a place of the shared memory of a block of the cluster, whose `ready` counts the bytes. It
-// needs no fence of memory, as stores with a barrier of the cluster behind them do.
+// needs no fence, which waits for memory, as other stores with a barrier of the cluster behind them do.
 __device__ __forceinline__ void send(u32 shared, int at, int block, float a, float b, float c, float d) {
   u32 there, ready;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + at), "r"(block));
@@ -291,11 +291,11 @@ struct Own {
 };
 
 // Queries as second operands of products: a thread has eight of each 32 dimensions of its warp, for each tile. Each of
-// the first two warps has half of the rotated dimensions, too. Lanes without a query have the one of a row before.
+// the first two warps has half of the rotated dimensions, too. Lanes without a query have one of the first row.
 struct Queries {
   u32 words[DEEP + 1][TILES][4], cosine[TILES][4], sine[TILES][4];
 
-  // The row of a thread's lane, its head among those of the cluster, and its first rotated dimension.
+  // The thread's lane of a tile, the row of the step that this belongs to, and the first rotated dimension.
   static __device__ __forceinline__ int lane(int tile) { return tile * 8 + threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int row(const Item &item, int tile) {
     const int own = lane(tile) / GROUP;
