@@ -11,6 +11,11 @@ Dummy weights. One engine per model: its CUDA graphs are captured once with each
     attention   `joined/decode_attention.py`, in all layers that can take it
     clusters    `joined/decode_clusters.py`; with numbers: blocks of a cluster, warps and stages in steps of every size
 
+Of a model with latent attention, for which there is no variant "attention":
+
+    chain       `prepare`, `absorbed` and the sum of its parts are kernels of their own
+    clusters    `joined/latent_clusters.py`; with numbers: blocks of a cluster, warps, tokens of a stage, and stages
+
 With " triton" behind it, products of one row are those of the kernels in Triton, not of `one_row/`; with " apart" norm,
 router and choice of experts are three kernels.
 
@@ -43,11 +48,12 @@ from quire import LLM, SamplingParams
 from quire.bench.profile import Event, where_time_goes
 from quire.bench.workload import model_folder
 from quire.kernels.compile_cache import compiling_ahead
-from quire.kernels.joined import MOST_ROWS, decode_clusters
-from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.joined import MOST_ROWS, decode_clusters, latent_clusters
+from quire.kernels.joined.choice import MOST_LATENT_CLUSTERS, JoinedDecodes
 from quire.kernels.one_row import product
 from quire.kernels.routing import normed
 from quire.layers.attention import Attention
+from quire.layers.latent import LatentAttention
 from quire.layers.stack import first_of_each_kind
 
 MODELS = "qwen3-0.6b,qwen3-8b,qwen3-8b-fp8,qwen3-8b-awq,qwen3-30b-a3b,qwen3-30b-a3b-fp8,deepseek-v2-lite"
@@ -87,8 +93,11 @@ def variants_of(text: str) -> list[str]:
     """Return the variants that the command line names. Raises ArgumentTypeError for a word that is none."""
     found = [" ".join(one.split()) for one in text.split(";") if one.strip()]
     for one in found:
-        if one != "again" and not re.fullmatch(r"(chain|attention|clusters( \d+:\d+:\d+)?)( triton)?( apart)?", one):
-            raise argparse.ArgumentTypeError(f"{one} is none of {', '.join(WORDS)}, clusters BLOCKS:WARPS:STAGES")
+        words = r"(chain|attention|clusters( \d+(:\d+){2,3})?)( triton)?( apart)?"
+        if one != "again" and not re.fullmatch(words, one):
+            raise argparse.ArgumentTypeError(
+                f"{one} is none of {', '.join(WORDS)}, clusters BLOCKS:WARPS:STAGES or BLOCKS:WARPS:TOKENS:STAGES"
+            )
     return found
 
 
@@ -161,24 +170,34 @@ def captured(llm: LLM, wanted: list[str]) -> tuple[Callable[[str], None], list[s
     runner = llm.engine.worker
     every = [getattr(layer, "attention", None) for layer in runner.model.layers]
     own = [one for one in every if isinstance(one, Attention) and one.growth is None and not one.values]
-    can = bool(own) and "heads" in runner.model.kernels.features("attention")
+    latent = [one for one in every if isinstance(one, LatentAttention) and one.sizes.index is None]
+    features = runner.model.kernels.features("latent" if latent else "attention")
+    can = {"chain", "again"} | ({"clusters"} if latent and "clusters" in features else set())
+    can |= {"attention", "clusters"} if own and "heads" in features else set()
     graphs, programs = getattr(runner.recorder, "_graphs", {}), runner.programs
     shapes = [shape for shape in runner.recorder.shapes() if shape.decode and not shape.shared]
-    made, variants, known = {}, [], decode_clusters.TILING
+    made, variants = {}, []
+    module: Any = latent_clusters if latent else decode_clusters
+    constant, tiling = ("TILINGS" if latent else "TILING"), module.Tiling
+    known = getattr(module, constant)
 
     def switch(variant: str) -> None:
         name = wanted[0] if variant == "again" else variant
         product.ENABLED, normed.ENABLED = " triton" not in name, " apart" not in name
         word, _, sizes = name.removesuffix(" apart").removesuffix(" triton").partition(" ")
-        decode_clusters.TILING = decode_clusters.Tiling(*map(int, sizes.split(":"))) if sizes else known
+        asked = tiling(*map(int, sizes.split(":"))) if sizes else known
+        setattr(module, constant, {MOST_LATENT_CLUSTERS: asked} if latent and sizes else asked)
         for layer in own:
             rows = range(1, MOST_ROWS + 1) if word == "attention" else range(0)
             layer.joined = JoinedDecodes(MOST_ROWS * (word == "clusters"), "", rows, "")
+        for one in latent:
+            one.joined = JoinedDecodes(MOST_LATENT_CLUSTERS * (word == "clusters"), "", range(0), "", latent=True)
 
     def works() -> list[tuple[Any, Callable[[], None]]]:
         return [(key, work) for key, work in programs.recordings(shapes) if key[0].startswith("decode")]
 
-    wanted = [one for one in wanted if can or one.split()[0] in ("chain", "again")]
+    count = len(tiling._fields) - 1  # colons of a tiling
+    wanted = [one for one in wanted if one.split()[0] in can and one.count(":") in (0, count)]
     if graphs:
         programs.some = first_of_each_kind(zip(runner.model.layers, programs.kv, strict=False))
         with torch.inference_mode(), compiling_ahead() as ahead:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = Path(__file__).with_name("cuda_threads.hpp")
+VALUE = re.compile(r"%(\d+)|\b([a-z])\b")  # an operand, or a predicate of the `asm` itself
 ENTRY = """
 static const Args *given;
 static void whole() { KERNEL(*given); }
@@ -87,10 +88,10 @@ def _calls(text: str) -> str:
     assert words
     operands = list(_operands(text[words.end() :]))
     code = "".join(re.findall(r'"((?:\\.|[^"])*)"', words[0])).replace("\\n", " ")
-    calls = []
-    for line in filter(None, map(str.strip, code.split(";"))):
+    calls = [f"int {name} = 0;" for name in re.findall(r"\.reg \.pred (\w+);", code)]
+    for line in filter(None, (one.strip("{} ") for one in re.sub(r"\.reg [^;]*;", "", code).split(";"))):
         name, _, rest = line.partition(" ")
-        values = ", ".join(operands[int(number)] for number in re.findall(r"%(\d+)", rest))
+        values = ", ".join(operands[int(number)] if number else own for number, own in VALUE.findall(rest))
         calls.append(f"{name.replace('::', '').replace('.', '_')}({values});")
     return "{" + " ".join(calls) + "}"
 

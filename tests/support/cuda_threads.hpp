@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 #ifdef __F16C__
@@ -39,7 +40,9 @@ struct Fiber {
   bool ended = false;
   std::vector<Copy> copies;
 };
+struct Bar { Meeting meeting; int left = 0; };  // bytes that are to come, in its first phase
 struct Point { unsigned x, y, z; };
+static std::map<uint32_t, Bar> bars;
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
 static std::vector<Warp> warps;
@@ -147,7 +150,7 @@ inline const char *run(int size, int of_block, int shared_bytes, bool copies_ear
   start = kernel, released = then, threads = of_block, early = copies_early, fault[0] = 0;
   shared_size = shared_bytes;
   fibers.assign(size * threads, Fiber()), blocks.assign(size, Block()), warps.assign(size * threads / 32, Warp());
-  cluster = grid = Meeting();
+  cluster = grid = Meeting(), bars.clear();
   for (auto &block : blocks) block.shared.assign(shared_bytes + BEHIND, (char)0xff);
   for (int i = 0; i < size * threads; i++) {
     Fiber &fiber = fibers[i];
@@ -286,12 +289,31 @@ inline void redux_sync_max_u32(uint32_t &most, uint32_t x) {
   for (int i = 0; i < 32; i++) most = std::max(most, all[i][0]);
 }
 inline void mapa_sharedcluster_u32(uint32_t &there, uint32_t at, int block) { there = (at & 0xffffff) | block << 24; }
-inline void st_sharedcluster_v2_f32(uint32_t at, float x, float y) {
-  const float both[2] = {x, y};
-  memcpy(shared(at, 8), both, 8);
+inline void mbarrier_init_sharedcta_b64(uint32_t at) { shared(at, 8), bars[at] = Bar(); }
+inline void fence_mbarrier_init_release_cluster() {}
+inline void mbarrier_arrive_expect_tx_sharedcta_b64(uint32_t at, int bytes) { bars.at(at).left += bytes; }
+inline void store_and_count(uint32_t at, std::initializer_list<float> numbers, uint32_t bar) {
+  const int bytes = numbers.size() * 4;
+  if (at >> 24 != bar >> 24) fail("the barrier of another block");
+  if (!bars.count(bar) || bars[bar].left < bytes) fail("nobody waits for these bytes");
+  memcpy(shared(at, bytes), numbers.begin(), bytes);
+  if (!(bars[bar].left -= bytes)) bars[bar].meeting.turn++;
 }
-inline void st_sharedcluster_f32(uint32_t at, float x) { memcpy(shared(at, 4), &x, 4); }
-inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes) {
+inline void st_async_sharedcluster_mbarriercomplete_txbytes_f32(uint32_t at, float x, uint32_t bar) {
+  store_and_count(at, {x}, bar);
+}
+inline void st_async_sharedcluster_mbarriercomplete_txbytes_v2_f32(uint32_t at, float x, float y, uint32_t bar) {
+  store_and_count(at, {x, y}, bar);
+}
+inline void st_async_sharedcluster_mbarriercomplete_txbytes_v4_f32(uint32_t at, float x, float y, float z, float w,
+                                                                   uint32_t bar) {
+  store_and_count(at, {x, y, z, w}, bar);
+}
+inline void mbarrier_try_wait_parity_sharedcta_b64(int &done, uint32_t at) {
+  wait(bars.at(at).meeting, 0), done = 1;
+}
+inline void selp_u32(uint32_t &to, int done) { to = done; }
+inline void cp_async_cg_shared_global(uint32_t to, const void *from, int bytes = 16) {
   if ((uintptr_t)from % 16) fail("not aligned");
   const Copy one = {shared(to, 16), (const char *)from, bytes, self->group};
   if (early) do_copy(one);
@@ -307,12 +329,10 @@ inline void barrier_cluster_arrive_relaxed_aligned() {
   self->phase = cluster.turn;
   arrive(cluster, fibers.size(), "barrier.cluster");
 }
-inline void barrier_cluster_arrive_release_aligned() { barrier_cluster_arrive_relaxed_aligned(); }
 inline void barrier_cluster_wait_aligned() {
   give(AT, {});
   wait(cluster, self->phase);
 }
-inline void barrier_cluster_wait_acquire_aligned() { barrier_cluster_wait_aligned(); }
 inline void griddepcontrol_wait() {
   const int turn = grid.turn;
   if (turn || early) return;

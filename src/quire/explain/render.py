@@ -180,22 +180,23 @@ def _kernels(branch: Tree, plan: Plan) -> None:
 def _joined(branch: Tree, every: Sequence[Plan]) -> None:
     """Add the forms in which layers attend for decodes."""
     for one in every:
-        some = one["sequences"] or one["rows"]
+        some, kernel = one["sequences"] or one["rows"], "latent_clusters" if one["latent"] else "decode_clusters"
+        pair = ("latent.prepare", "latent.absorbed") if one["latent"] else ("heads", "attention")
         of = f" of {len(one['layers'])} layers" * (len(every) > 1)
-        parts = add(branch, f"decodes{of}{'' if some else ': heads, then attention'}")
+        parts = add(branch, f"decodes{of}{'' if some else ': {}, then {}'.format(*pair)}")
         if most := one["sequences"]:
             words = f"of at most {most} sequences" if most > 1 else "of one sequence"
             words += f", of at most {one['context']:,} tokens of context" * bool(one["context"])
-            add(parts, f"in steps {words}: joined.decode_clusters, heads and attention ({one['why_sequences']})")
+            add(parts, f"in steps {words}: joined.{kernel}, {' and '.join(pair)} ({one['why_sequences']})")
         else:
-            add(parts, f"not joined.decode_clusters: {one['why_sequences']}")
+            add(parts, f"not joined.{kernel}: {one['why_sequences']}")
         if one["rows"]:
             rows = "{}steps of {} to {} rows".format("other " * bool(most), *one["rows"])
             add(parts, f"in {rows}: joined.decode_attention, heads and attention ({one['why']})")
         elif one["why"] != one["why_sequences"]:
             add(parts, f"not joined.decode_attention: {one['why']}")
         if some:
-            add(parts, "in other steps: heads, then attention")
+            add(parts, "in other steps: {}, then {}".format(*pair))
 
 
 def _chosen(branch: Tree, one: Plan) -> None:

@@ -124,7 +124,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
-        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {FEATURE, "rows", "chosen"}),
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES | {FEATURE, "rows", "chosen"},
+                          extra={"CUDA C++": frozenset({"clusters"})}),
         "triton": replace(TRITON, features=frozenset({"rows", "chosen"}), extra=_ROWS),
         "native": replace(PLAIN, features=_CACHES | {FEATURE, "rows", "chosen"},
                           needs=("native", "flash attention")),

@@ -20,6 +20,9 @@ from quire.args.latent import LatentArgs
 from quire.args.layers import NormArgs
 from quire.kernels.attention import AttentionMeta, Prompt, as_list, sequences
 from quire.kernels.index import Chosen
+from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.joined.dispatch import latent_kernel
+from quire.kernels.joined.inputs import HeadInputs, LatentInputs
 from quire.kernels.latent import LatentView
 from quire.kernels.lora import AdapterRows
 from quire.kernels.rope.rotary import Turns
@@ -136,6 +139,7 @@ class LatentAttention(nn.Module):
         self.divided = None if shares is None else DividedContexts(shares, self.kernel)
         own = sizes.index is not None and not sizes.index.shared
         self.indexer = Indexer(sizes.index, f"{at}.index", build) if sizes.index is not None and own else None
+        self.joined: JoinedDecodes | None = build.kernels.joined.get(at)  # norm, rotation and attention in one kernel
 
     def forward(
         self,
@@ -166,23 +170,57 @@ class LatentAttention(nn.Module):
             ctx.chosen = indexer(compressed, index, turns[self.turn], meta, kv.index, ctx)
         elif self.q is not None and self.q_norm is not None:
             q = self.q.normed(q, self.q_norm, ctx)
+        out = x.new_empty(len(x), self.num_heads, sizes.v_dim)
+        rows = ctx.adapters if self.kv_up.adapted is not None else None
+        given = LatentInputs(q.unflatten(1, (self.num_heads, -1)), latent)
+        if rows is not None or ctx.apart or not self._attend_joined(given, turns, kv, meta, out):
+            self._attend_apart(given, turns, kv, ctx, out, rows)
+        return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
+
+    def _attend_joined(
+        self, given: LatentInputs, turns: Turns, kv: LatentView, meta: AttentionMeta, out: Tensor
+    ) -> bool:
+        """Attention of a step of few decodes with one kernel between the products, written to out [T, H, V].
+
+        Return False if none takes the step. Then nothing is written.
+        """
+        norm, sizes = self.kv_norm.weight, self.sizes
+        kernel = None if self.joined is None else latent_kernel(self.joined, given, norm, kv, meta)
+        if kernel is None:
+            return False
+        keys, values = self.kv_up.weight.split([sizes.nope_dim, sizes.v_dim], dim=1)
+        queries = given.q.new_empty(len(out), self.num_heads, sizes.kv_rank)
+        self.kernel.project(given.q[..., : sizes.nope_dim], keys, queries)
+        inputs = HeadInputs(norm, sizes.norm_eps, *turns[self.turn])
+        sums = kernel.attention(queries, given, inputs, kv, meta, sizes.scale)
+        self.kernel.project(sums, values.transpose(1, 2), out)
+        return True
+
+    def _attend_apart(
+        self,
+        given: LatentInputs,
+        turns: Turns,
+        kv: LatentView,
+        ctx: StepContext,
+        out: Tensor,
+        adapters: AdapterRows | None,
+    ) -> None:
+        """Attention with a kernel for norm and rotation, written to out [T, H, V]. adapters: see `_attend`."""
+        meta = ctx.attention[self.group]
         q = self.kernel.prepare(
-            q.unflatten(1, (self.num_heads, -1)),
-            latent,
+            given.q,
+            given.given,
             self.kv_norm.weight,
-            sizes.norm_eps,
+            self.sizes.norm_eps,
             *turns[self.turn],
             kv,
             meta.kv_slots if self.divided is None else self.divided.slots(meta, kv.block_size),
         )
-        out = x.new_empty(len(x), self.num_heads, sizes.v_dim)
-        rows = ctx.adapters if self.kv_up.adapted is not None else None
-        if sizes.index is None:
-            self._attend(q, kv, meta, out, rows)
+        if self.sizes.index is None:
+            self._attend(q, kv, meta, out, adapters)
         else:
             assert ctx.chosen is not None, "a layer before has an indexer"
-            self._attend_chosen(q, kv, meta, ctx.chosen, out, rows)
-        return branch.add(self.output, out.flatten(1), x if residual is None else residual, ctx)
+            self._attend_chosen(q, kv, meta, ctx.chosen, out, adapters)
 
     def _attend(
         self, q: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor, adapters: AdapterRows | None

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from quire.args.latent import LatentArgs
 from quire.args.layers import GroupedArgs
 from quire.contracts.parallel import share
-from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
+from quire.kernels.joined.choice import JoinedDecodes, choose_decodes, choose_latent
+from quire.kernels.select import Choice
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds.grouped import GroupedKind
 
@@ -17,16 +19,21 @@ def short_decodes(plan: EnginePlan) -> tuple[int, int]:
 
 
 def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
-    """Return layer -> its decodes, for each layer with grouped-query attention by Triton's kernels, in order."""
+    """Return layer -> its decodes, for each layer with attention by Triton's kernels, in order."""
     kernels, rank, found = {one.op: one for one in plan.kernels}, plan.mesh.rank, dict[int, JoinedDecodes]()
-    heads, attention = kernels.get("heads"), kernels.get("attention")
-    if heads is None or attention is None or heads.name != "triton" or "heads" not in attention.features:
-        return found
+    heads, attention, latent = (kernels.get(op) for op in ("heads", "attention", "latent"))
+    grouped = heads is not None and heads.name == "triton" and attention is not None and "heads" in attention.features
     how: Any = {"eager": plan.config.device.enforce_eager, "eight_bits": bool(plan.cache.features)}
     how["context"] = plan.config.model.max_model_len or plan.args.max_position_embeddings
-    how["clusters"] = "" if "clusters" in attention.features else "it needs a Hopper GPU and NVRTC"
     for layer, mixer in ((i, one.mixer) for i, one in enumerate(plan.args.layers)):
-        if isinstance(mixer, GroupedArgs):
+        if isinstance(mixer, GroupedArgs) and attention is not None and grouped:
             own, kv = share(mixer.num_heads, rank.tp, rank.place), GroupedKind(mixer).kv_heads(rank.tp, rank.place)
-            found[layer] = choose_decodes(mixer, (own[1] - own[0], kv[1] - kv[0]), **how)
+            found[layer] = choose_decodes(mixer, (own[1] - own[0], kv[1] - kv[0]), clusters=_lacks(attention), **how)
+        elif isinstance(mixer, LatentArgs) and latent is not None and latent.name in ("hopper", "triton"):
+            own, dcp = share(mixer.num_heads, rank.tp, rank.place), plan.mesh.parallel.dcp
+            found[layer] = choose_latent(mixer, own[1] - own[0], clusters=_lacks(latent), divided=dcp > 1, **how)
     return found
+
+
+def _lacks(choice: Choice) -> str:
+    return "" if "clusters" in choice.features else "it needs a Hopper GPU and NVRTC"

@@ -11,6 +11,7 @@ def describe_joined(plan: EnginePlan) -> list[dict[str, Any]]:
     """Return the layers of each kind of decodes as plain values.
 
     layers                     their numbers
+    latent                     True: latent attention, whose kernel is `latent_clusters` in place of `decode_clusters`
     sequences, why_sequences   most sequences of a step that `decode_clusters` takes, and the reason; 0: none
     rows                       fewest and most rows of the steps that `decode_attention` takes; None: none
     why                        the reason

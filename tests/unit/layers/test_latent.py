@@ -17,12 +17,15 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.params import Param
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.joined.inputs import HeadInputs, LatentInputs
 from quire.kernels.latent import LatentView, cpu, ref
 from quire.kernels.latent.rows import row_view
 from quire.kernels.latent_rows import latent_row
 from quire.kernels.rope.rotary import Rotaries
 from quire.kernels.select import Kernels, select_kernels
-from quire.layers import divided
+from quire.layers import divided, latent
+from quire.layers.adapters import AdaptedExpansion
 from quire.layers.branch import Branch
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, split
@@ -119,12 +122,18 @@ def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
 
 @torch.inference_mode()
 def run(
-    case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...], parts: int = 1, rows: bool = False
+    case: Case,
+    hidden: list[Tensor],
+    steps: tuple[tuple[int, ...], ...],
+    parts: int = 1,
+    rows: bool = False,
+    **changes: Any,
 ) -> list[Tensor]:
     """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote.
 
     parts   ranks among which the tokens of a block are divided, BLOCK each
     rows    the cache has FP8 rows (fp8_ds_mla)
+    changes   fields of the steps' contexts
     """
     sizes, whole = latent_of(case.args), parts * BLOCK
     drawn = torch.randperm(len(hidden) * 32, generator=torch.Generator().manual_seed(3))
@@ -153,7 +162,7 @@ def run(
         )
         given = torch.cat([hidden[s][at] for s, at in zip(present, positions, strict=True)])
         where = torch.cat(positions)
-        ctx = StepContext(where, (meta,), [])
+        ctx = StepContext(where, (meta,), [], **changes)
         out = case.layer(given.clone(), case.branch, case.rotary.rows(where, torch.float32), ctx, cache)
         for s, part in zip(present, out.split([rows[s] for s in present]), strict=True):
             answers[s].append(part)
@@ -183,6 +192,55 @@ def test_the_reference_is_too() -> None:
     hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*STEPS, strict=True)]
     for actual, given in zip(run(case, hidden, STEPS), hidden, strict=True):
         torch.testing.assert_close(actual, case.expected(given), rtol=0, atol=1e-5)
+
+
+class Joined:
+    """A stand-in for `joined.latent_clusters`, which takes steps of single rows."""
+
+    def __init__(self, chosen: JoinedDecodes) -> None:
+        self.chosen, self.steps = chosen, 0
+
+    def kernel_of(
+        self, decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentView, meta: AttentionMeta
+    ) -> "Joined | None":
+        assert decodes is self.chosen and len(norm) == kv.latent.shape[3]
+        return self if len(inputs.q) == len(meta.seq_lens) else None
+
+    def attention(
+        self,
+        absorbed: Tensor,
+        inputs: LatentInputs,
+        given: HeadInputs,
+        kv: LatentView,
+        meta: AttentionMeta,
+        scale: float,
+    ) -> Tensor:
+        assert given.norm is not None and absorbed.is_contiguous()
+        self.steps += 1
+        angles = given.cos, given.sin
+        q = ref.prepare(inputs.q.clone(), inputs.given.clone(), given.norm, given.eps, *angles, kv, meta.kv_slots)
+        return ref.absorbed(absorbed, q[..., -given.cos.shape[1] :], kv, meta, scale)
+
+
+@pytest.mark.parametrize("rank", [None, 20])
+def test_a_kernel_between_the_products(rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that it takes are computed by it, with the same result; others by the kernels that there are."""
+    case, joined = Case("deepseek_v3", q_lora_rank=rank), Joined(JoinedDecodes(16, "", range(0), "", latent=True))
+    monkeypatch.setattr(latent, "latent_kernel", joined.kernel_of)
+    case.layer.joined = joined.chosen
+    steps = (*STEPS, (1, 0, 1, 1), (1, 1, 0, 0))
+    hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*steps, strict=True)]
+    for actual, given in zip(run(case, hidden, steps), hidden, strict=True):
+        torch.testing.assert_close(actual, case.expected(given), rtol=0, atol=1e-5)
+    assert joined.steps == 3
+    monkeypatch.setattr(AdaptedExpansion, "add_queries", lambda *_: None)
+    monkeypatch.setattr(AdaptedExpansion, "add_values", lambda *_: None)
+    case.layer.kv_up.adapted = AdaptedExpansion.__new__(AdaptedExpansion)
+    for changes in ({"adapters": object()}, {"apart": True}):
+        run(case, hidden, steps, **changes)
+    assert joined.steps == 3, "rows with adapters, and steps whose operations are traced, have a kernel for each"
+    run(case, hidden, steps)
+    assert joined.steps == 6, "adapters that no row of the step has change nothing"
 
 
 @pytest.mark.parametrize(("parts", "form", "kernel"), [(2, "auto", cpu), (3, "auto", ref), (2, "absorbed", cpu)])

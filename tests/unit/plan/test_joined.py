@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from quire.args.latent import IndexArgs, LatentArgs
 from quire.args.layers import GroupedArgs, ScoreArgs
 from quire.args.rope import RopeArgs
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
-from quire.kernels.joined.choice import JoinedDecodes, choose_decodes
+from quire.kernels.joined.choice import JoinedDecodes, choose_decodes, choose_latent
 from quire.plan.joined import joined_decodes, short_decodes
 
 HERE = "it needs a Hopper GPU and NVRTC"
@@ -69,6 +70,54 @@ def test_a_window_bounds_what_is_read() -> None:
     )
     one = choose_decodes(mixer, (8, 4), eager=False, eight_bits=False, clusters="", context=100_000)
     assert (one.sequences, one.context) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "device", "found"),
+    [
+        ("DeepSeek-V2-Lite", {}, "h200", (16, "the 16 heads of a sequence make 1 cluster", 8192)),
+        ("DeepSeek-V2-Lite", {"max_model_len": 8192}, "h200", (16, "the 16 heads of a sequence make 1 cluster", 0)),
+        ("DeepSeek-V3", {}, "h200", (2, "the 128 heads of a sequence make 8 clusters", 8192)),
+        ("DeepSeek-V2-Lite", {"enforce_eager": True}, "h200", (0, EAGER, 0)),
+        ("DeepSeek-V2-Lite", {"kv_cache_dtype": "fp8"}, "h200", (0, CODES, 0)),
+        ("DeepSeek-V2-Lite", {}, "a100", (0, HERE, 0)),
+        (
+            "DeepSeek-V2-Lite",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "h200",
+            (0, "contexts are divided among ranks", 0),
+        ),
+    ],
+)
+def test_latent_attention(
+    shared: Path, model: str, options: dict[str, Any], device: str, found: tuple[int, str, int]
+) -> None:
+    sequences, why, context = found
+    plan = plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / model), **options), device).plan
+    every = joined_decodes(plan)
+    assert set(every) == set(range(len(plan.args.layers))), "layers that predict further tokens, too"
+    assert set(every.values()) == {JoinedDecodes(sequences, why, range(0), why, context, latent=True)}
+    assert short_decodes(plan) == ((sequences, context) if context else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads", "reason"),
+    [
+        ({"kv_rank": 256}, 16, "it has no latents of 256 and 64 dimensions"),
+        ({"rope_dim": 32}, 16, "it has no latents of 512 and 32 dimensions"),
+        ({}, 17, "17 heads are too many clusters"),
+        (
+            {"index": IndexArgs(num_heads=4, head_dim=128, top_k=2048, interleaved=False)},
+            16,
+            "its rows attend to chosen tokens",
+        ),
+    ],
+)
+def test_latents_that_clusters_do_not_take(changes: dict[str, Any], heads: int, reason: str) -> None:
+    sizes: dict[str, Any] = {"q_rank": 0, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "scale": 0.1}
+    mixer = LatentArgs(num_heads=heads, rope=RopeArgs(theta=1e4), **sizes | changes)
+    one = choose_latent(mixer, heads, eager=False, eight_bits=False, clusters="", context=1024, divided=False)
+    assert (one.sequences, one.why_sequences) == (0, reason)
 
 
 @pytest.mark.parametrize(("device", "options"), [("h200", {"batch_invariant": True}), ("", {"device": "cpu"})])

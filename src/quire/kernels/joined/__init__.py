@@ -2,6 +2,7 @@
 
     decode_attention   `heads.prepare`, then `attention.paged_attention`; in Triton
     decode_clusters    the same for some shapes on Hopper, in CUDA C++
+    latent_clusters    `latent.prepare`, then `latent.absorbed`; on Hopper, in CUDA C++
 
 `choice.py` chooses the layers and the numbers of rows for them; a step that does not fit takes the
 operations themselves, which are the specification, too.

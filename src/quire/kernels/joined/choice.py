@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
+from quire.args.latent import LatentArgs
 from quire.args.layers import GroupedArgs
-from quire.kernels.joined import HEAD_DIMS, MOST_ROWS
+from quire.kernels.joined import HEAD_DIMS, MOST_LANES, MOST_ROWS
 
 # Most query heads of a KV head -> fewest rows of a step from which on `decode_attention` was faster than two kernels
 # (H200, docs/performance.md). With 4 heads and one row both take as long; with 8 a step took 5% to 11% longer.
@@ -14,6 +15,9 @@ FEWEST_ROWS = {2: 1, 4: 2}
 # 7% after 8,000, and would be slower after 14,000.
 CLUSTER_DIM, CLUSTER_QUERIES, MOST_CLUSTERS = 128, 8, 16
 CLUSTER_CONTEXT = 1024  # tokens of the longest context of a step, for each KV head
+# `latent_clusters`: sizes of latent and rotated key that it takes; most clusters (sequences times groups of heads) and
+# most tokens of the longest context of a step. Not measured.
+LATENT_DIM, KEY_DIM, MOST_LATENT_CLUSTERS, LATENT_CONTEXT = 512, 64, 16, 8192
 
 
 class JoinedDecodes(NamedTuple):
@@ -22,6 +26,7 @@ class JoinedDecodes(NamedTuple):
     sequences, why_sequences   most sequences of a step for `decode_clusters`; 0: none; the reason
     rows, why                  rows of the other steps, for `decode_attention`; empty: none; the reason
     context                    most tokens of a sequence in the steps for `decode_clusters`; 0: no sequence has too many
+    latent                     True: a layer with latent attention, whose kernel is `latent_clusters`, and no other one
     """
 
     sequences: int
@@ -29,6 +34,7 @@ class JoinedDecodes(NamedTuple):
     rows: range
     why: str
     context: int = 0
+    latent: bool = False
 
 
 def choose_decodes(
@@ -71,3 +77,34 @@ def choose_decodes(
         return JoinedDecodes(*few, range(0), reason, **reach)
     fewest = next(rows for most, rows in FEWEST_ROWS.items() if each <= most)
     return JoinedDecodes(*few, range(fewest, MOST_ROWS + 1), f"{words} it was faster", **reach)
+
+
+def choose_latent(
+    mixer: LatentArgs, heads: int, *, eager: bool, eight_bits: bool, clusters: str, context: int, divided: bool
+) -> JoinedDecodes:
+    """Choose for a layer with latent attention. See `choose_decodes`.
+
+    heads     of this rank
+    divided   contexts lie on several ranks
+    """
+    groups = heads // latent_group(heads, 1)
+    against = {
+        "enforce_eager runs each operation by itself": eager,
+        "the KV cache has 8 bits": eight_bits,
+        "contexts are divided among ranks": divided,
+        "its rows attend to chosen tokens": mixer.index is not None,
+        clusters: bool(clusters),
+        f"it has no latents of {mixer.kv_rank} and {mixer.rope_dim} dimensions": (mixer.kv_rank, mixer.rope_dim)
+        != (LATENT_DIM, KEY_DIM),
+        f"{heads} heads are too many clusters": groups > MOST_LATENT_CLUSTERS,
+    }
+    if reason := next((reason for reason, holds in against.items() if holds), ""):
+        return JoinedDecodes(0, reason, range(0), reason, latent=True)
+    words = f"the {heads} heads of a sequence make {groups} cluster{'s' * (groups > 1)}"
+    most = LATENT_CONTEXT if context > LATENT_CONTEXT else 0
+    return JoinedDecodes(MOST_LATENT_CLUSTERS // groups, words, range(0), words, most, latent=True)
+
+
+def latent_group(heads: int, rows: int) -> int:
+    """Return the heads that a cluster of `latent_clusters` has, of sequences of so many rows."""
+    return max(n for n in range(1, MOST_LANES // rows + 1) if heads % n == 0)

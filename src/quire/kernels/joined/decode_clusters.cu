@@ -45,6 +45,8 @@ constexpr int APART = EVEN * OWN + 2;  // numbers of a unit's sums [OWN, EVEN]: 
 // places in shared memory, behind the rings of the warps
 constexpr int KEYS = WARPS * STAGES * 2 * TILE_BYTES, VALUES = KEYS + TILE_BYTES, QUERIES = VALUES + TILE_BYTES;
 constexpr int SUMS = QUERIES + TILE_BYTES, STATS = SUMS + UNITS * APART * 4, STAT = EVEN * 8;
+constexpr int READY = STATS + UNITS * STAT;                    // the barrier that counts what other blocks send
+constexpr int RECEIVED = UNITS * (OWN * EVEN * 4 + STAT);      // bytes of it
 constexpr float LOWEST = -1e30f;
 __host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
@@ -139,11 +141,15 @@ __device__ __forceinline__ void multiply(float *c, const u32 *a, const u32 *b) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Stores two numbers at a place of the shared memory of a block of the cluster.
-__device__ __forceinline__ void send(u32 at, int block, float x, float y) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(there), "f"(x), "f"(y) : "memory");
+// Stores two numbers at a place behind the shared memory of a block of the cluster, which counts them. A barrier of the
+// cluster that releases them would wait for all memory of the GPU.
+__device__ __forceinline__ void send(u32 shared, u32 at, int block, float x, float y) {
+  u32 there, ready;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + at), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(ready) : "r"(shared + READY), "r"(block));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(there), "f"(x),
+               "f"(y), "r"(ready)
+               : "memory");
 }
 
 // The work of a block, and of a warp in it.
@@ -327,13 +333,13 @@ struct Softmax {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int dim = m * 16 + h * 8;
-          const u32 at = shared + SUMS + (unit * APART + (dim % OWN + g) * EVEN + lane) * 4;
-          send(at, dim / OWN, sums[m][tile][2 * h], sums[m][tile][2 * h + 1]);
+          const u32 at = SUMS + (unit * APART + (dim % OWN + g) * EVEN + lane) * 4;
+          send(shared, at, dim / OWN, sums[m][tile][2 * h], sums[m][tile][2 * h + 1]);
         }
-      const u32 at = shared + STATS + unit * STAT + lane * 8;
+      const u32 at = STATS + unit * STAT + lane * 8;
       for (int block = g; block < CLUSTER; block += 8) {
-        send(at, block, top[tile][0], weight[tile][0]);
-        send(at + 8, block, top[tile][1], weight[tile][1]);
+        send(shared, at, block, top[tile][0], weight[tile][0]);
+        send(shared, at + 8, block, top[tile][1], weight[tile][1]);
       }
     }
   }
@@ -388,7 +394,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
   extern __shared__ __align__(128) char memory[];
   const u32 shared = (u32)__cvta_generic_to_shared(memory);
   const int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for before a block writes to another one
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared + READY) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared + READY), "n"(RECEIVED)
+                 : "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // waited for before a block writes to another
   if (args.first) asm volatile("griddepcontrol.wait;" ::: "memory");
   const Item item(args);
   const u32 ring = shared + warp * (STAGES * 2 * TILE_BYTES);
@@ -430,7 +443,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
   }
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   softmax.share_out(shared, item.rank * WARPS + warp);
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  for (u32 done = 0; !done;)
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared + READY)
+        : "memory");
   combine(args, item, memory);
 }

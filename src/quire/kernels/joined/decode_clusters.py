@@ -103,10 +103,10 @@ def attention(
 
 
 def shared_bytes(dim: int, lanes: int, tiling: Tiling) -> int:
-    """Return the dynamic shared memory of a block: pieces, the step's tokens and queries, sums of the cluster."""
+    """Return the dynamic shared memory of a block: pieces, the step's tokens and queries, sums, and their barrier."""
     tile, even, units = PIECE * dim * 2, -(-lanes // 2) * 2, tiling.blocks * tiling.warps
     rings = tiling.warps * tiling.stages * 2 * tile
-    return rings + 3 * tile + units * (even * dim // tiling.blocks + 2) * 4 + units * even * 8
+    return rings + 3 * tile + units * (even * dim // tiling.blocks + 2) * 4 + units * even * 8 + 8
 
 
 @functools.cache

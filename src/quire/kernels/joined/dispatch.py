@@ -7,6 +7,8 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.joined.choice import JoinedDecodes
+from quire.kernels.joined.inputs import LatentInputs
+from quire.kernels.latent import LatentView
 
 
 def joined_kernel(decodes: JoinedDecodes, qkv: Tensor, kv: KVView, meta: AttentionMeta) -> ModuleType | None:
@@ -19,3 +21,16 @@ def joined_kernel(decodes: JoinedDecodes, qkv: Tensor, kv: KVView, meta: Attenti
     names += ["decode_attention"] if qkv.shape[0] in decodes.rows else []
     modules = (importlib.import_module(f"quire.kernels.joined.{name}") for name in names)
     return next((module for module in modules if module.fits(qkv, kv, meta)), None)
+
+
+def latent_kernel(
+    decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentView, meta: AttentionMeta
+) -> ModuleType | None:
+    """Return the module that takes a step of a layer with latent attention; None: none.
+
+    norm   weight of the latents' norm
+    """
+    if not decodes.sequences:
+        return None
+    module = importlib.import_module("quire.kernels.joined.latent_clusters")
+    return module if module.fits(decodes, inputs, norm, kv, meta) else None

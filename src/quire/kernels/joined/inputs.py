@@ -18,6 +18,18 @@ class HeadInputs:
     sin: Tensor
 
 
+@dataclass(frozen=True)
+class LatentInputs:
+    """The arguments of `quire.kernels.latent.prepare` beside norm, angles and cache. Both are only read.
+
+    q       [T, H, P + R] queries, of which the last R are to be rotated
+    given   [T, L + R] latents before their norm, and keys before their rotation
+    """
+
+    q: Tensor
+    given: Tensor
+
+
 def few_decodes(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
     """Return True if a step of the projection qkv [T, Hq + 2 Hkv, D] has few rows, all of decodes.
 

@@ -31,7 +31,8 @@ chosen(q_latent [N, H, L], q_rope [N, H, R], cache, meta, scale, positions [N, K
     the feature "chosen".
 
 `AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Features: rows (the implementation
-takes `row_positions`), chosen, e4m3 cache, e5m2 cache, and ds_mla cache (it reads and writes `LatentView.scales`).
+takes `row_positions`), chosen, clusters (`kernels/joined/latent_clusters.py` can run), e4m3 cache, e5m2 cache, and
+ds_mla cache (it reads and writes `LatentView.scales`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ constexpr int EACH = (EXPERTS + CLUSTER - 1) / CLUSTER, OWN = (EACH + WARPS - 1)
 constexpr int LANES = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr int PART = (CHUNKS + CLUSTER - 1) / CLUSTER;
 // places in shared memory, behind the row
-constexpr int LOGITS = CHUNKS * 16, SQUARES = LOGITS + (EXPERTS + 1) / 2 * 8;
+constexpr int LOGITS = CHUNKS * 16, READY = LOGITS + (EXPERTS + 1) / 2 * 8;  // the barrier that counts logits
+constexpr int SQUARES = READY + 8;
 static_assert(K % 8 == 0 && EXPERTS < 65536 && PICKS <= 32 && PICKS <= EXPERTS && WARPS <= 32, "sizes");
 
 __device__ __forceinline__ float widen(u32 bits) { return __uint_as_float(bits << 16); }
@@ -154,7 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
   extern __shared__ __align__(128) char memory[];
   const u32 shared = (u32)__cvta_generic_to_shared(memory);
   const int rank = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for before a block writes to another one
+  if (rank == 0 && threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared + READY) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared + READY), "n"(EXPERTS * 4)
+                 : "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // waited for before a block writes to another
   u32 weights[OWN][STEPS][4] = {}, norm[TURNS][4];
   float bias[OWN] = {}, correction[LANES] = {};
 #pragma unroll
@@ -235,13 +243,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
     float logit = sum_of_warp(sums[n]) + bias[n];
     if (!EXACT) logit = widen(pack(logit, 0) & 0xffff);
     if (lane > 0 || own >= EACH || expert >= EXPERTS) continue;
-    u32 there;
+    u32 there, ready;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + LOGITS + expert * 4), "r"(0));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(logit) : "memory");
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(ready) : "r"(shared + READY), "r"(0));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(logit),
+                 "r"(ready)
+                 : "memory");
   }
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   if (rank > 0 || warp > 0) return;
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  for (u32 done = 0; !done;)
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared + READY)
+        : "memory");
+  __syncwarp();
   choose(args, row, (const float *)(memory + LOGITS), correction);
 }

@@ -119,8 +119,8 @@ def tiling_of(inputs: int, experts: int) -> Tiling | None:
 
 
 def shared_bytes(inputs: int, experts: int, tiling: Tiling) -> int:
-    """Return the dynamic shared memory of a block: the row, all logits, and sums of warps."""
-    return inputs * 2 + -(-experts // 2) * 8 + tiling.warps * 4
+    """Return the dynamic shared memory of a block: the row, all logits and their barrier, and sums of warps."""
+    return inputs * 2 + -(-experts // 2) * 8 + 8 + tiling.warps * 4
 
 
 @functools.cache
