@@ -13,7 +13,7 @@ from quire.args.experts import Routing
 from quire.kernels.norm import ref as norms
 from quire.kernels.routing import normed, ref
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
-from quire.kernels.routing.normed import Scores, Tiling
+from quire.kernels.routing.normed import Scores
 
 from ...support.cuda_emulated import EmulatedKernel
 
@@ -86,7 +86,9 @@ def test_as_three_operations(
 def test_ties_and_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal logits the lower experts are chosen, and of NaN different ones."""
     routing = replace(QWEN3, num_experts=70)
-    source = normed.kernel_of(64, routing, False, False, Tiling(16, 5)).source
+    tiling = normed.tiling_of(64, 70)
+    assert tiling is not None
+    source = normed.kernel_of(64, routing, False, False, tiling).source
     kernel = EmulatedKernel(normed.SOURCE, dict(source.defines), "normed_router", tmp_path)
     monkeypatch.setattr(normed, "kernel_of", lambda *_: kernel)
     scores = router(routing, 64, exact=False)

@@ -401,7 +401,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
                  : "memory");
   }
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // waited for before a block writes to another
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (args.first) asm volatile("griddepcontrol.wait;" ::: "memory");
   const Item item(args);
   const u32 ring = shared + warp * (STAGES * 2 * TILE_BYTES);
@@ -413,11 +413,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
   const u32 nothing[4] = {0, 0, 0, 0};
   for (int i = threadIdx.x; i < 3 * PIECE * CHUNKS; i += WARPS * 32) store(shared + KEYS + i * 16, nothing);
   __syncthreads();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // from here on a block may write to another one
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-  if (item.rows <= 0) {  // a padded sequence, for the whole cluster
-    asm volatile("barrier.cluster.wait.aligned;");
-    return;
-  }
+  if (item.rows <= 0) return;  // a padded sequence, for the whole cluster
 #pragma unroll
   for (int i = 0; i < TASKS; i++) tasks[i].run(args, item, shared);
   __syncthreads();
@@ -441,7 +439,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_clusters(const __grid_c
     __syncwarp();
     fetch(args, item, ring, n + STAGES);
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   softmax.share_out(shared, item.rank * WARPS + warp);
   for (u32 done = 0; !done;)
     asm volatile(

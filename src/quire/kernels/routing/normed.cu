@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
                  : "memory");
   }
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // waited for before a block writes to another
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   u32 weights[OWN][STEPS][4] = {}, norm[TURNS][4];
   float bias[OWN] = {}, correction[LANES] = {};
 #pragma unroll
@@ -184,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
 #pragma unroll
     for (int i = 0; i < LANES; i++)
       if (i * 32 + lane < EXPERTS) correction[i] = args.correction[i * 32 + lane];
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // from here on a block may write to another one
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   float x[TURNS][8], squares = 0;
 #pragma unroll
@@ -236,7 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) normed_router(const __g
       for (int j = 0; j < 8; j++) sums[n] += given[j] * by[j];
     }
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
     const int own = n * WARPS + warp, expert = rank * EACH + own;
