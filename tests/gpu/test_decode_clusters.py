@@ -54,7 +54,7 @@ def on_gpu(case: Case, dtype: torch.dtype, *, normed: bool) -> tuple[Tensor, Hea
         *product([LONG, ODD, DRAFTED], [torch.bfloat16], [True], [2, 70], [True]),
     ],
 )
-@pytest.mark.parametrize("tiling", [None, Tiling(8, 4, 3), Tiling(1, 8, 1)], ids=str)
+@pytest.mark.parametrize("tiling", [None, Tiling(8, 4, 3), Tiling(2, 8, 1)], ids=str)
 def test_as_the_two_kernels(
     case: Case,
     dtype: torch.dtype,

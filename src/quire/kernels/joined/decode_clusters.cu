@@ -54,6 +54,7 @@ constexpr int PAIRS = EVEN / 2 * OWN;                          // results of a b
 constexpr int SHARE = least(least(32, UNITS), power_below(WARPS * 32 / PAIRS));  // threads that add up a pair
 static_assert(LANES <= 16 && D % (8 * CLUSTER) == 0 && CHUNKS >= 8 && CHUNKS <= 32 && SIZE % PIECE == 0, "sizes");
 static_assert((UNITS & (UNITS - 1)) == 0, "threads beside each other add up the units");
+static_assert(CLUSTER > 1, "a block that is launched by itself has no cluster to send to");
 
 __device__ __forceinline__ float widen(u32 bits) {
 #if HALF
