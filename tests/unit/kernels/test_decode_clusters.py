@@ -45,7 +45,7 @@ def test_shared_memory_is_enough() -> None:
     [
         *((group, 1, TILING, torch.bfloat16, False) for group in (2, 8)),
         (CLUSTER_QUERIES, MOST_LANES // CLUSTER_QUERIES, TILING, torch.bfloat16, True),
-        (2, MOST_DRAFTED, Tiling(1, 8, 1), torch.float16, False),
+        (2, MOST_DRAFTED, Tiling(2, 8, 1), torch.float16, False),
     ],
 )
 def test_it_compiles_without_a_stack(
