@@ -2,10 +2,10 @@
 //
 // Faults end the run with a text: a wait that never ends, threads of a warp at different instructions, places outside
 // of shared memory or not aligned, writes to a block that has not started or has ended. Shared memory is NaN until it
-// is written. Two orders: copies are made at their wait, so that a read before it shows, and threads wait together for
+// is written. Three orders: copies are made at their wait, so that a read before it shows, and threads wait together for
 // earlier kernels; or (`early`) copies are made at once, so that one into memory in use shows, and a warp runs as far
-// as it can before the one before it begins, the last warp of the last block first. Orders of memory that hardware
-// alone has are not seen.
+// as it can before the one before it begins, the last warp of the last block first; or so (2), but blocks in place of
+// warps. Orders of memory that hardware alone has are not seen.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -146,7 +146,7 @@ static void enter() {
   swapcontext(&self->context, &scheduler);
 }
 // Runs a cluster; returns the fault, or "". released: called once all threads are at griddepcontrol.wait
-inline const char *run(int size, int of_block, int shared_bytes, bool copies_early, void (*kernel)(), void (*then)()) {
+inline const char *run(int size, int of_block, int shared_bytes, int copies_early, void (*kernel)(), void (*then)()) {
   start = kernel, released = then, threads = of_block, early = copies_early, fault[0] = 0;
   shared_size = shared_bytes;
   fibers.assign(size * threads, Fiber()), blocks.assign(size, Block()), warps.assign(size * threads / 32, Warp());
@@ -160,7 +160,7 @@ inline const char *run(int size, int of_block, int shared_bytes, bool copies_ear
     makecontext(&fiber.context, enter, 0);
   }
   if (early) released();
-  const int count = fibers.size(), together = early ? 32 : count;
+  const int count = fibers.size(), together = early == 2 ? threads : early ? 32 : count;
   for (bool moved = true; moved && !fault[0];) {
     moved = false;
     for (int last = count; last > 0; last -= together)
@@ -289,6 +289,9 @@ inline void redux_sync_max_u32(uint32_t &most, uint32_t x) {
   for (int i = 0; i < 32; i++) most = std::max(most, all[i][0]);
 }
 inline void mapa_sharedcluster_u32(uint32_t &there, uint32_t at, int block) { there = (at & 0xffffff) | block << 24; }
+inline void sub_rn_f16x2(uint32_t &x, uint32_t y, uint32_t z) {
+  x = half_bits(half(y >> 16) - half(z >> 16)) << 16 | half_bits(half(y & 0xffff) - half(z & 0xffff));
+}
 inline void mbarrier_init_sharedcta_b64(uint32_t at) { shared(at, 8), bars[at] = Bar(); }
 inline void fence_mbarrier_init_release_cluster() {}
 inline void mbarrier_arrive_expect_tx_sharedcta_b64(uint32_t at, int bytes) { bars.at(at).left += bytes; }

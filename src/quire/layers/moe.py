@@ -244,7 +244,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """Return hidden + moe(x), [T, hidden]; it may reuse the memory of `hidden`.
 
-        scored   what the router reads;  routed  what it has chosen; None: it is to be asked
+        scored   what the router reads;  routed  what it has chosen; None: the router is called
         """
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden

@@ -60,7 +60,7 @@ def test_as_the_reference(
     defines = latent_clusters.kernel_of(shape, tiling).source.defines
     kernel = EmulatedKernel(SOURCE, dict(defines), "latent_clusters", tmp_path)
     monkeypatch.setattr(latent_clusters, "kernel_of", lambda *_: kernel)
-    monkeypatch.setattr(latent_clusters, "TILINGS", {100: tiling})
+    monkeypatch.setattr(latent_clusters, "tiling_of", lambda _: tiling)
     step = latent_step(lengths, rows, heads, latent, size)
     expected, written = computed(step)
     order = torch.arange(len(step.meta.block_tables)).flip(0)
@@ -68,7 +68,8 @@ def test_as_the_reference(
     found = []
     for early in (False, True):
         kv = LatentView(*(one.clone() for one in (step.kv.latent, step.kv.rope)))
-        meta = replace(step.meta, block_tables=tables, table_rows=order.int(), plans={})
+        no_rows = torch.cat((step.meta.seq_lens[:-1], torch.tensor([40], dtype=torch.int32)))  # the last sequence
+        meta = replace(step.meta, block_tables=tables, table_rows=order.int(), seq_lens=no_rows, plans={})
         own = LatentStep(step.absorbed, step.inputs, step.given, kv, meta)
         for hidden in (own.tensors(), [own.absorbed, own.inputs.q, own.inputs.given]):
             kernel.early, kernel.released = early, hide(hidden)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.args.experts import Routing
+from quire.kernels import nvrtc
 from quire.kernels.norm import ref as norms
 from quire.kernels.routing import normed, ref
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
 from quire.kernels.routing.normed import Scores
 
+from ...support.cubins import resources
 from ...support.cuda_emulated import EmulatedKernel
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
@@ -62,7 +64,7 @@ def chain(x: Tensor, weight: Tensor, scores: Scores, routing: Routing, live: Ten
 def test_as_three_operations(
     routing: Routing, inputs: int, exact: bool, more: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows, one of which may choose none, in two orders of threads. There is no near tie, which may turn."""
+    """Three rows, one of which may choose none, in three orders of threads. There is no near tie, which may turn."""
     tiling = normed.tiling_of(inputs, routing.num_experts)
     assert tiling is not None
     defines = normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source.defines
@@ -74,7 +76,7 @@ def test_as_three_operations(
     x[2] *= 1e-3
     for live in (None, torch.tensor(ROWS)):
         given, weights, ids, _ = chain(x, weight, scores, routing, live)
-        for early in (False, True):
+        for early in (0, 1, 2):
             kernel.early, kernel.released = early, _hide(x, live)
             actual, (own, chosen) = normed.route(x, (weight, EPS), scores, routing, live)
             torch.testing.assert_close(actual, given, rtol=8e-3, atol=0)
@@ -149,3 +151,24 @@ def test_which_steps_it_takes(given: dict[str, object], taken: bool, monkeypatch
     assert normed.takes(x, torch.zeros(inputs, dtype=of_norm), scores, routing) == taken
     monkeypatch.setattr(normed, "ENABLED", False)
     assert not normed.takes(x, torch.zeros(inputs, dtype=of_norm), scores, routing)
+
+
+@pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
+@pytest.mark.parametrize(
+    ("routing", "inputs", "exact"),
+    [
+        (QWEN3, 2048, False),
+        (CORRECTED, 4096, True),
+        (replace(QWEN3, num_experts=8, top_k=2), 4096, False),  # Mixtral
+        (replace(PLAIN, num_experts=256, normalize=True), 2048, True),
+    ],
+    ids=str,
+)
+def test_it_compiles_without_a_stack(
+    routing: Routing, inputs: int, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    tiling = normed.tiling_of(inputs, routing.num_experts)
+    assert tiling is not None
+    told = resources(normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source, tmp_path)
+    assert "STACK:0 " in told and "LOCAL:0 " in told, told

@@ -28,6 +28,8 @@ FORMS = [
     *(Form(bits, 53248) for bits in (8, 4)),
     *(Form(bits, 4096, norm=True, wide=True) for bits in (8, 4)),
     Form(8, 4096, True, norm=True, powers=True),
+    Form(8, 10240, True, norm=True),  # four steps ahead, and three
+    Form(8, 12288, True, norm=True),
     Form(8, 2048, True, picks=8),
     Form(8, 768, picks=8, down=True),
 ]

@@ -226,7 +226,7 @@ def test_the_sums_of_a_block_have_room(launches: Launches) -> None:
 
 def close(actual: Tensor, expected: Tensor) -> None:
     error = (actual.double() - expected).norm() / expected.norm()
-    assert error < (3e-5 if actual.dtype == torch.float32 else 4e-3), error
+    assert error < (1e-5 if actual.dtype == torch.float32 else 4e-3), error
 
 
 @needs_compiler

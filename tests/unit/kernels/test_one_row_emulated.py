@@ -162,4 +162,4 @@ def _compare(y: Tensor, wanted: Tensor) -> None:
     assert behind.isnan().all()
     least = wanted.norm() / wanted.numel() ** 0.5
     errors = (y.double() - wanted).abs()
-    assert (errors <= (5e-5 if y.dtype == torch.float32 else 4e-3) * (wanted.abs() + least)).all(), errors
+    assert (errors <= (2e-5 if y.dtype == torch.float32 else 4e-3) * (wanted.abs() + least)).all(), errors

@@ -146,8 +146,8 @@ __device__ __forceinline__ void multiply(float *c, u32 a0, u32 a1, u32 a2, u32 a
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]));
 }
 
-// Stores four numbers at a place of the shared memory of a block of the cluster, whose `ready` counts the bytes. It
-// needs no fence, which waits for memory, as other stores with a barrier of the cluster behind them do.
+// Stores four numbers at a place of the shared memory of a block of the cluster, which counts the bytes. A
+// barrier of the cluster that releases other stores would wait for all memory of the GPU.
 __device__ __forceinline__ void send(u32 shared, int at, int block, float a, float b, float c, float d) {
   u32 there, ready;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + at), "r"(block));
@@ -200,7 +200,7 @@ __device__ __forceinline__ void fetch(const Args &args, const Item &item, u32 sh
 #pragma unroll
   for (int j = 0; j < PIECES; j++) {
     const int token = item.token(n * PIECES + j), offset = token % SIZE;
-    if (token + PIECE > item.before) break;
+    if (n * PIECES + j >= item.pieces || token + PIECE > item.before) break;
     const u16 *latent = args.latent + block[j] * args.latent_block + (offset + row) * L + chunk * 8;
 #pragma unroll
     for (int i = 0; i < PIECE; i += STEP) copy(place(stage, j * PIECE + row + i, chunk), latent + i * L);
@@ -507,6 +507,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) latent_clusters(const __grid_c
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared + READY), "n"(RECEIVED)
                  : "memory");
   }
+  __syncwarp();
   const Item item(args);
 #pragma unroll 1
   for (int n = 0; n < STAGES; n++) fetch(args, item, shared, n);

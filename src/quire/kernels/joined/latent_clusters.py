@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.cuda_source import CudaKernel, CudaSource
 from quire.kernels.joined import MOST_DRAFTED
 from quire.kernels.joined.choice import KEY_DIM, MOST_LATENT_CLUSTERS, JoinedDecodes, latent_group
@@ -44,6 +45,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
+LARGE_CLUSTERS = 120  # with more multiprocessors one of the at most 8 groups (GPCs) of a GPU has 16 of them
 # By most clusters of a step. With 16, 8, 64, 1 a step of one request is 0.6% faster after 512 tokens, and 5% slower
 # after 7,900 (H200, docs/log.md).
 TILINGS = {4: Tiling(16, 8, 64, 2), MOST_LATENT_CLUSTERS: Tiling(8, 8, 32, 3)}
@@ -84,6 +86,7 @@ def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentV
         and all(one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0 for one in numbers)
         and all(stride % 8 == 0 for stride in (*q.stride()[:2], given.stride(0)))
         and q.stride()[1:] == (q.shape[2], 1)
+        and given.stride(1) == 1
         and kv.block_size % PIECE == 0
         and kv.rope.shape[3] == KEY_DIM
         and (kv.latent.stride(2), kv.rope.stride(2)) == (kv.latent.shape[3], KEY_DIM)
@@ -103,7 +106,7 @@ def attention(
     (_, heads, dim), sequences, rows = absorbed.shape, len(meta.seq_lens), meta.max_query_len or 1
     out, group = torch.empty_like(absorbed), latent_group(heads, rows)
     q, rows_given, groups = inputs.q, inputs.given, heads // group
-    tiling = next(one for most, one in TILINGS.items() if sequences * groups <= most)
+    tiling = tiling_of(sequences * groups)
     kernel = kernel_of((dim, group, rows, kv.block_size), tiling)
     tensors = absorbed, q, rows_given, given.norm, given.cos, given.sin, meta.kv_slots, out, kv.latent, kv.rope
     tables = meta.block_tables, meta.query_start, meta.seq_lens, meta.table_rows
@@ -122,6 +125,12 @@ def attention(
         pdl=pdl.in_use(),
     )
     return out
+
+
+def tiling_of(clusters: int) -> Tiling:
+    """Return the tiling of a step with so many clusters. A GPU may have no place for a cluster of 16 blocks."""
+    large = multiprocessors() > LARGE_CLUSTERS
+    return next(one for most, one in TILINGS.items() if clusters <= most and (large or one.blocks <= 8))
 
 
 def shared_bytes(dim: int, lanes: int, tiling: Tiling) -> int:

@@ -147,7 +147,7 @@ def units_of(form: Form, weight: Weight) -> int:
 
 def tiling_of(form: Form) -> Tiling:
     """Return the tiling of a form. What a warp has of a long row takes registers from its weights."""
-    return Tiling(WARPS, 4 if form.bits == 8 and turns_of(form, WARPS) <= 14 else 3)
+    return Tiling(WARPS, 4 if form.bits == 8 and turns_of(form, WARPS) < 12 else 3)
 
 
 def turns_of(form: Form, warps: int) -> int:

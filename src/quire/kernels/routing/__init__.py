@@ -9,6 +9,8 @@ With the feature "norm of few rows":
 route_normed(x [T, K], (norm's weight [K], eps), (router's weight, its bias, correction, expert_scale, exact), routing,
              live) -> (norm(x) [T, K], (weights, ids)), or None where it has no kernel for x
     exact   the logits stay float32, else they have the dtype of x
+    Softmax without a correction is chosen by logits: experts whose scores are equal in float32 may be others than those
+    of `route`. If a logit is NaN, the ids are as valid as its ids, and others.
 """
 
 from collections.abc import Callable
