@@ -15,6 +15,7 @@ from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_floors import add_floors
 from quire.explain.render_ranks import Plan, add, add_ranks, folded, not_runnable
 from quire.kernels.experts_plan import kind_words
+from quire.kernels.routing_plan import MOST_ROWS
 from quire.plan.kinds.latent import NEVER
 from quire.reports.model import fact_lines, window_words
 from quire.reports.states import state_words
@@ -151,6 +152,9 @@ def _origin(one: Plan, layer: str, full: bool) -> Iterator[str]:
     yield ", ".join(folded(one["stored"])).replace(f".layers.{layer}.", ".layers.{i}.") + place
 
 
+ROUTERS = f"in steps of up to {MOST_ROWS} rows routing.normed: norm, product and choice; in others three kernels"
+
+
 def _short(function: str) -> str:
     return function.removeprefix("quire.").removeprefix("kernels.")
 
@@ -163,6 +167,9 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         for name, why in choice["rejected"]:
             add(node, f"not {name}: {why}")
     _joined(branch, plan["joined"])
+    if plan["joined_router"] is not None:
+        words = f"norm, product and choice are kernels of their own: {plan['joined_router']}"
+        add(branch, f"routers: {words if plan['joined_router'] else ROUTERS}")
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
         when = f"for up to {floor(most)} query tokens per sequence, expanded K/V above" if most < NEVER else "always"

@@ -52,6 +52,13 @@ def missing() -> str:
     return nvrtc.missing(f"sm_{major}{minor}a")
 
 
+def missing_on_hopper() -> str:
+    """Return the reason why kernels that were measured on Hopper alone do not run in this process, or ""."""
+    if why := missing():
+        return why
+    return "" if torch.cuda.get_device_capability()[0] == 9 else "only Hopper GPUs were measured"
+
+
 class CudaSource:
     """A file in CUDA C++ with values for its macros. The object keeps what it has compiled and loaded.
 

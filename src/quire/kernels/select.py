@@ -117,7 +117,7 @@ def probe_of(capability: tuple[int, int] | None) -> Probe:
     """
 
     def probe(need: str) -> str:
-        if need == "hopper" and capability and capability[0] != 9:
+        if need in ("hopper", "CUDA C++ on Hopper") and capability and capability[0] != 9:
             return "needs compute capability 9.0, this GPU has {}.{}".format(*capability)
         if need == "8-bit numbers" and capability and capability < (8, 9):
             return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*capability)

@@ -13,6 +13,7 @@ NEEDS: Mapping[str, str] = {
     "scaled products": "quire.kernels.linear.scaled:unsupported",
     "8-bit numbers": "quire.kernels.triton_runtime:missing_eight_bits",
     "CUDA C++": "quire.kernels.cuda_source:missing",
+    "CUDA C++ on Hopper": "quire.kernels.cuda_source:missing_on_hopper",
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
@@ -149,7 +150,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {
-        "triton": replace(FIXED_TRITON, extra={"CUDA C++": frozenset({"norm of few rows"})}),
+        "triton": replace(FIXED_TRITON, extra={"CUDA C++ on Hopper": frozenset({"norm of few rows"})}),
         "invariant_cpu": _INVARIANT_CPU,
         "ref": REFERENCE,
     },

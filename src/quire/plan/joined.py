@@ -1,4 +1,4 @@
-"""Layers whose decodes run from the projection on in one kernel. No torch."""
+"""Layers whose decodes run from the projection on in one kernel, and routers that are one with their norm. No torch."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from quire.args.latent import LatentArgs
 from quire.args.layers import GroupedArgs
 from quire.contracts.parallel import share
 from quire.kernels.joined.choice import JoinedDecodes, choose_decodes, choose_latent
+from quire.kernels.routing_plan import why_not
 from quire.kernels.select import Choice
 from quire.plan.engine import EnginePlan
 from quire.plan.kinds.grouped import GroupedKind
@@ -35,5 +36,30 @@ def joined_decodes(plan: EnginePlan) -> dict[int, JoinedDecodes]:
     return found
 
 
-def _lacks(choice: Choice) -> str:
-    return "" if "clusters" in choice.features else "it needs a Hopper GPU and NVRTC"
+def joined_router(plan: EnginePlan) -> str | None:
+    """Return the reason why norm, router and choice of experts are no joined kernel in steps of few rows; "": they are.
+
+    None: there are no routers, or their kernels are not Triton's.
+    """
+    routing = next((one for one in plan.kernels if one.op == "routing"), None)
+    if plan.args.moe is None or routing is None or routing.name != "triton":
+        return None
+    moe, router = plan.args.moe, plan.linears.get(f"layers.{min(plan.args.expert_layers)}.mlp.router")
+    if router is None:
+        return None
+    against = {
+        _lacks(routing, "norm of few rows"): "norm of few rows" not in routing.features,
+        f"it takes bfloat16, not {plan.dtype.dtype}": plan.dtype.dtype != "bfloat16",
+        "the router's weight is quantized": router.scheme is not None,
+        "its product keeps a fixed order": "norm" not in router.features,
+        "the router has a norm of its own": bool(moe.router_eps),
+        "the norm is a layer normalization, or its weight is float32": plan.args.norm.centered
+        or plan.args.norm.plus_one,
+        "experts are drawn, not chosen": plan.config.load.routing != "model",
+    }
+    own = next((reason for reason, holds in against.items() if holds), "")
+    return own or why_not(moe.routing, plan.args.hidden_size)
+
+
+def _lacks(choice: Choice, feature: str = "clusters") -> str:
+    return "" if feature in choice.features else "it needs a Hopper GPU and NVRTC"

@@ -23,6 +23,7 @@ from quire.kernels.select import Choice
 from quire.plan.collectives import collectives, groups, head_reads
 from quire.plan.draft_exchanges import draft_exchanges
 from quire.plan.engine import EnginePlan, of_rank
+from quire.plan.joined import joined_router
 from quire.plan.kinds import mixers
 from quire.plan.kinds.blocks import block_calls
 from quire.plan.kinds.interfaces import Call, Features, LayerStep
@@ -116,6 +117,7 @@ class PlanReport:
             "machine": self.plan.machine.words,
             "kernels": [asdict(choice) for choice in self.plan.kernels],
             "joined": describe_joined(self.plan),
+            "joined_router": joined_router(self.plan),
             "latent": next((one for kind in mixers(args) if (one := kind.facts().get("compressed"))), None),
             "chosen": describe_chosen(self.plan),
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},

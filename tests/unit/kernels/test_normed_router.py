@@ -15,6 +15,7 @@ from quire.kernels.norm import ref as norms
 from quire.kernels.routing import normed, ref
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
 from quire.kernels.routing.normed import Scores
+from quire.kernels.routing_plan import MOST_ROWS, tiling_of
 
 from ...support.cubins import resources
 from ...support.cuda_emulated import EmulatedKernel
@@ -65,7 +66,7 @@ def test_as_three_operations(
     routing: Routing, inputs: int, exact: bool, more: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, one of which may choose none, in three orders of threads. There is no near tie, which may turn."""
-    tiling = normed.tiling_of(inputs, routing.num_experts)
+    tiling = tiling_of(inputs, routing.num_experts)
     assert tiling is not None
     defines = normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source.defines
     kernel = EmulatedKernel(normed.SOURCE, dict(defines), "normed_router", tmp_path)
@@ -88,7 +89,7 @@ def test_as_three_operations(
 def test_ties_and_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal logits the lower experts are chosen, and of NaN different ones."""
     routing = replace(QWEN3, num_experts=70)
-    tiling = normed.tiling_of(64, 70)
+    tiling = tiling_of(64, 70)
     assert tiling is not None
     source = normed.kernel_of(64, routing, False, False, tiling).source
     kernel = EmulatedKernel(normed.SOURCE, dict(source.defines), "normed_router", tmp_path)
@@ -119,8 +120,8 @@ def _hide(*tensors: Tensor | None) -> Callable[[], object]:
     ("given", "taken"),
     [
         ({}, True),
-        ({"rows": normed.MOST_ROWS}, True),
-        ({"rows": normed.MOST_ROWS + 1}, False),
+        ({"rows": MOST_ROWS}, True),
+        ({"rows": MOST_ROWS + 1}, False),
         ({"rows": 0}, False),
         ({"dtype": torch.float32}, False),
         ({"norm": torch.float32}, False),
@@ -168,7 +169,7 @@ def test_it_compiles_without_a_stack(
     routing: Routing, inputs: int, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    tiling = normed.tiling_of(inputs, routing.num_experts)
+    tiling = tiling_of(inputs, routing.num_experts)
     assert tiling is not None
     told = resources(normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source, tmp_path)
     assert "STACK:0 " in told and "LOCAL:0 " in told, told

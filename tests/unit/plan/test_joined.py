@@ -11,7 +11,7 @@ from quire.args.rope import RopeArgs
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
 from quire.kernels.joined.choice import JoinedDecodes, choose_decodes, choose_latent
-from quire.plan.joined import joined_decodes, short_decodes
+from quire.plan.joined import joined_decodes, joined_router, short_decodes
 
 HERE = "it needs a Hopper GPU and NVRTC"
 TWO, EIGHT = (f"with {n} query heads of a KV head it was" for n in (2, 8))
@@ -124,3 +124,24 @@ def test_latents_that_clusters_do_not_take(changes: dict[str, Any], heads: int, 
 def test_none_with_other_kernels(shared: Path, device: str, options: dict[str, Any]) -> None:
     plan = plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), **options), device).plan
     assert joined_decodes(plan) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "device", "found"),
+    [
+        ("Qwen3-30B-A3B", {}, "h200", ""),
+        ("DeepSeek-V2-Lite", {}, "h200", ""),
+        ("Qwen3-30B-A3B", {"quantization": "fp8"}, "h200", ""),
+        ("Qwen3-30B-A3B", {"dtype": "float16"}, "h200", "it takes bfloat16, not float16"),
+        ("Qwen3-30B-A3B", {"batch_invariant": True}, "h200", "its product keeps a fixed order"),
+        ("Qwen3-30B-A3B", {"load_format": "dummy", "routing": "uniform"}, "h200", "experts are drawn, not chosen"),
+        ("Qwen3-30B-A3B", {}, "a100", HERE),
+        ("Qwen3-30B-A3B", {}, "cpu", None),
+        ("DeepSeek-V3", {}, "h200", "experts have groups"),
+        ("GLM-4.5", {}, "h200", "160 experts of 5,120 inputs have no room in registers"),
+        ("Qwen3-0.6B", {}, "h200", None),
+    ],
+)
+def test_routers(shared: Path, model: str, options: dict[str, Any], device: str, found: str | None) -> None:
+    plan = plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / model), **options), device).plan
+    assert joined_router(plan) == found

@@ -99,7 +99,7 @@ def takes(form: Form, x: Tensor, weight: Weight, act: str, *others: Tensor | Non
 
 def runs_on(device: torch.device) -> bool:
     """Return True if a device runs the kernel: a Hopper GPU. Others were not measured."""
-    return device.type == "cuda" and not cuda_source.missing() and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and not cuda_source.missing_on_hopper()
 
 
 def multiply(
