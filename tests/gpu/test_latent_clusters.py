@@ -17,6 +17,7 @@ if why := missing():
 
 from quire.kernels.joined import latent_clusters
 from quire.kernels.joined.choice import MOST_LATENT_CLUSTERS, JoinedDecodes
+from quire.kernels.joined.dispatch import latent_kernel
 from quire.kernels.joined.inputs import HeadInputs, LatentInputs
 from quire.kernels.joined.latent_clusters import Tiling
 from quire.kernels.latent import LatentView, triton
@@ -73,7 +74,7 @@ def test_as_the_chain(case: tuple[Any, ...], tiling: Tiling | None, monkeypatch:
         monkeypatch.setattr(latent_clusters, "TILINGS", {MOST_LATENT_CLUSTERS: tiling})
     step = on_gpu(case)
     own = LatentView(step.kv.latent.clone(), step.kv.rope.clone())
-    assert latent_clusters.fits(EVERY, step.inputs, step.given.norm, own, step.meta)  # type: ignore[arg-type]
+    assert latent_clusters.fits(step.inputs, step.given.norm, own, step.meta)  # type: ignore[arg-type]
     first = joined(step, own, step.meta)
     for _ in range(20):  # the step's own tokens in the cache are those of the turn before
         assert torch.equal(joined(step, own, step.meta), first)
@@ -111,7 +112,7 @@ def test_steps_of_other_kernels() -> None:
     assert norm is not None
 
     def fits(meta: AttentionMeta, kv: LatentView = kv, decodes: JoinedDecodes = EVERY) -> bool:
-        return latent_clusters.fits(decodes, step.inputs, norm, kv, meta)
+        return latent_kernel(decodes, step.inputs, norm, kv, meta) is latent_clusters
 
     assert fits(meta)
     assert not fits(meta, LatentView(kv.latent.float(), kv.rope.float()))

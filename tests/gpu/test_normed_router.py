@@ -16,9 +16,8 @@ if why := missing():
 
 from quire.kernels.linear import cuda
 from quire.kernels.norm import triton as norms
-from quire.kernels.routing import normed, triton
+from quire.kernels.routing import Scores, normed, triton
 from quire.kernels.routing.inputs import QWEN3
-from quire.kernels.routing.normed import Scores
 
 from ..support.late_kernels import LateCopy
 

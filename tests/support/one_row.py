@@ -30,5 +30,5 @@ def emulate(patch: pytest.MonkeyPatch, folder: Path, tiling: Tiling) -> Callable
     patch.setattr(product, "multiprocessors", lambda: MULTIPROCESSORS)
     patch.setattr(product, "shared_memory", lambda: SHARED)
     patch.setattr(product, "tiling_of", lambda _: tiling)
-    patch.setattr(product, "runs_on", lambda _: True)
+    patch.setattr(product, "runs_on_hopper", lambda _: True)
     return kernel_of

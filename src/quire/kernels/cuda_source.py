@@ -59,6 +59,11 @@ def missing_on_hopper() -> str:
     return "" if torch.cuda.get_device_capability()[0] == 9 else "only Hopper GPUs were measured"
 
 
+def runs_on_hopper(device: torch.device) -> bool:
+    """Return True if a device runs kernels that were measured on Hopper alone."""
+    return device.type == "cuda" and not missing_on_hopper()
+
+
 class CudaSource:
     """A file in CUDA C++ with values for its macros. The object keeps what it has compiled and loaded.
 

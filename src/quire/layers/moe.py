@@ -18,6 +18,7 @@ from quire.kernels.experts.form import ExpertForm
 from quire.kernels.lora import AdapterRows
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
+from quire.kernels.routing import Scores
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.adapters import AdaptedExperts, AdaptedProduct
@@ -93,7 +94,7 @@ class Router(nn.Module):
         found: tuple[Tensor, Routed] | None = self.kernel.route_normed(
             x,
             (norm.weight, norm.eps),
-            (weight, bias, self.correction, self.expert_scale, self.exact),
+            Scores(weight, bias, self.correction, self.expert_scale, self.exact),
             self.routing,
             live,
         )

@@ -63,9 +63,9 @@ def test_tensors_of_other_kernels(step: LatentStep) -> None:
         (LatentInputs(inputs.q.transpose(0, 1), inputs.given), norm, kv),
         (LatentInputs(inputs.q, inputs.given[:, 1:]), norm, kv),
     ]
-    assert latent_clusters.fits(EVERY, inputs, norm, kv, step.meta)
+    assert latent_clusters.fits(inputs, norm, kv, step.meta)
     for one in strange:
-        assert not latent_clusters.fits(EVERY, *one, step.meta)
+        assert not latent_clusters.fits(*one, step.meta)
 
 
 def test_groups_of_heads() -> None:

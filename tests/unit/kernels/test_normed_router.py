@@ -12,10 +12,9 @@ from torch import Tensor
 from quire.args.experts import Routing
 from quire.kernels import nvrtc
 from quire.kernels.norm import ref as norms
-from quire.kernels.routing import normed, ref
+from quire.kernels.routing import Scores, normed, ref
 from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
-from quire.kernels.routing.normed import Scores
-from quire.kernels.routing_plan import MOST_ROWS, tiling_of
+from quire.kernels.routing_plan import MOST_ROWS
 
 from ...support.cubins import resources
 from ...support.cuda_emulated import EmulatedKernel
@@ -66,9 +65,7 @@ def test_as_three_operations(
     routing: Routing, inputs: int, exact: bool, more: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, one of which may choose none, in three orders of threads. There is no near tie, which may turn."""
-    tiling = tiling_of(inputs, routing.num_experts)
-    assert tiling is not None
-    defines = normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source.defines
+    defines = normed.kernel_of(inputs, routing, exact).source.defines
     kernel = EmulatedKernel(normed.SOURCE, dict(defines), "normed_router", tmp_path)
     monkeypatch.setattr(normed, "kernel_of", lambda *_: kernel)
     torch.manual_seed(inputs)
@@ -89,9 +86,7 @@ def test_as_three_operations(
 def test_ties_and_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal logits the lower experts are chosen, and of NaN different ones."""
     routing = replace(QWEN3, num_experts=70)
-    tiling = tiling_of(64, 70)
-    assert tiling is not None
-    source = normed.kernel_of(64, routing, False, False, tiling).source
+    source = normed.kernel_of(64, routing, False).source
     kernel = EmulatedKernel(normed.SOURCE, dict(source.defines), "normed_router", tmp_path)
     monkeypatch.setattr(normed, "kernel_of", lambda *_: kernel)
     scores = router(routing, 64, exact=False)
@@ -141,7 +136,7 @@ def _hide(*tensors: Tensor | None) -> Callable[[], object]:
     ids=str,
 )
 def test_which_steps_it_takes(given: dict[str, object], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normed, "runs_on", lambda _: given.get("here", True))
+    monkeypatch.setattr(normed, "runs_on_hopper", lambda _: given.get("here", True))
     routing = given.get("routing", QWEN3)
     rows, inputs, first = (given.get(name, value) for name, value in (("rows", 1), ("inputs", 2048), ("first", 0)))
     assert isinstance(routing, Routing) and isinstance(rows, int) and isinstance(inputs, int) and isinstance(first, int)
@@ -169,7 +164,5 @@ def test_it_compiles_without_a_stack(
     routing: Routing, inputs: int, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    tiling = tiling_of(inputs, routing.num_experts)
-    assert tiling is not None
-    told = resources(normed.kernel_of(inputs, routing, routing.correction, exact, tiling).source, tmp_path)
+    told = resources(normed.kernel_of(inputs, routing, exact).source, tmp_path)
     assert "STACK:0 " in told and "LOCAL:0 " in told, told

@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(product, "kernel_of", lambda *_: kept)
     monkeypatch.setattr(product, "multiprocessors", lambda: MULTIPROCESSORS)
     monkeypatch.setattr(product, "shared_memory", lambda: SHARED)
-    monkeypatch.setattr(product, "runs_on", lambda _: True)
+    monkeypatch.setattr(product, "runs_on_hopper", lambda _: True)
     monkeypatch.setattr(pdl, "in_use", lambda: True)
     return kept
 
@@ -113,7 +113,7 @@ def test_a_product_is_taken(
 ) -> None:
     assert offered(kind, **given)
     assert len(launches) == 1 and launches[0]["pdl"]
-    monkeypatch.setattr(product, "runs_on", lambda _: False)
+    monkeypatch.setattr(product, "runs_on_hopper", lambda _: False)
     assert not offered(kind, **given)
     assert len(launches) == 1
 

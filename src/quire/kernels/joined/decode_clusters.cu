@@ -142,8 +142,8 @@ __device__ __forceinline__ void multiply(float *c, const u32 *a, const u32 *b) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Stores two numbers at a place behind the shared memory of a block of the cluster, which counts them. A barrier of the
-// cluster that releases them would wait for all memory of the GPU.
+// Stores two numbers at a place of the shared memory of a block of the cluster, which counts their bytes. A barrier of
+// the cluster that releases other stores would wait for all memory of the GPU.
 __device__ __forceinline__ void send(u32 shared, u32 at, int block, float x, float y) {
   u32 there, ready;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + at), "r"(block));

@@ -16,8 +16,7 @@ def joined_kernel(decodes: JoinedDecodes, qkv: Tensor, kv: KVView, meta: Attenti
 
     decodes   what the plan has chosen for the layer
     """
-    short = not decodes.context or 0 < (meta.most_context or 0) <= decodes.context
-    names = ["decode_clusters"] if short and len(meta.seq_lens) <= decodes.sequences else []
+    names = ["decode_clusters"] if _for_clusters(decodes, meta) else []
     names += ["decode_attention"] if qkv.shape[0] in decodes.rows else []
     modules = (importlib.import_module(f"quire.kernels.joined.{name}") for name in names)
     return next((module for module in modules if module.fits(qkv, kv, meta)), None)
@@ -30,7 +29,13 @@ def latent_kernel(
 
     norm   weight of the latents' norm
     """
-    if not decodes.sequences:
+    if not _for_clusters(decodes, meta):
         return None
     module = importlib.import_module("quire.kernels.joined.latent_clusters")
-    return module if module.fits(decodes, inputs, norm, kv, meta) else None
+    return module if module.fits(inputs, norm, kv, meta) else None
+
+
+def _for_clusters(decodes: JoinedDecodes, meta: AttentionMeta) -> bool:
+    """Return True if a step has no more sequences, and no longer ones, than the plan has for clusters of blocks."""
+    short = not decodes.context or 0 < (meta.most_context or 0) <= decodes.context
+    return short and 0 < len(meta.seq_lens) <= decodes.sequences

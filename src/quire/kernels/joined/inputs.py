@@ -30,20 +30,23 @@ class LatentInputs:
     given: Tensor
 
 
-def few_decodes(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
-    """Return True if a step of the projection qkv [T, Hq + 2 Hkv, D] has few rows, all of decodes.
+def decodes_alone(meta: AttentionMeta) -> bool:
+    """Return True if all rows of a step are of decodes, with a few of each at most.
 
     Not with parts of prompts: another sequence of the step may read the blocks that they fill, and here a
     sequence attends before the others have written (see the contract in `kernels.attention`).
     """
+    few = 0 < (meta.max_query_len or 0) <= min(meta.decode_len, MOST_DRAFTED)
+    return few and meta.shared is None and not meta.prompts and meta.row_positions is None
+
+
+def few_decodes(qkv: Tensor, kv: KVView, meta: AttentionMeta) -> bool:
+    """Return True if a step of the projection qkv [T, Hq + 2 Hkv, D] has few rows, all of decodes."""
     tokens, heads, dim = qkv.shape
     kv_heads, rows = kv.k.shape[1], meta.max_query_len or 0
     return (
         0 < tokens <= MOST_ROWS
-        and 0 < rows <= min(meta.decode_len, MOST_DRAFTED)
-        and meta.shared is None
-        and not meta.prompts
-        and meta.row_positions is None
+        and decodes_alone(meta)
         and kv.k.dtype == qkv.dtype
         and qkv.stride()[1:] == (dim, 1)
         and 0 < (heads - 2 * kv_heads) * rows <= MOST_LANES * kv_heads

@@ -19,9 +19,8 @@ from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.cuda_source import CudaKernel, CudaSource
-from quire.kernels.joined import MOST_DRAFTED
-from quire.kernels.joined.choice import KEY_DIM, MOST_LATENT_CLUSTERS, JoinedDecodes, latent_group
-from quire.kernels.joined.inputs import HeadInputs, LatentInputs
+from quire.kernels.joined.choice import KEY_DIM, MOST_LATENT_CLUSTERS, latent_group
+from quire.kernels.joined.inputs import HeadInputs, LatentInputs, decodes_alone
 from quire.kernels.latent import LatentView
 
 SOURCE = Path(__file__).with_name("latent_clusters.cu")
@@ -63,25 +62,16 @@ class _Args(Structure):
     )
 
 
-def fits(decodes: JoinedDecodes, inputs: LatentInputs, norm: Tensor, kv: LatentView, meta: AttentionMeta) -> bool:
-    """Return True if `attention` can take a step.
-
-    decodes   what the plan has chosen for the layer
-    Not with parts of prompts, see `few_decodes` in `joined/inputs.py`.
-    """
-    (_, heads, _), dim, rows = inputs.q.shape, norm.shape[0], meta.max_query_len or 0
-    q, given = inputs.q, inputs.given
-    short = not decodes.context or 0 < (meta.most_context or 0) <= decodes.context
-    if not short or not 0 < len(meta.seq_lens) <= decodes.sequences or not 0 < rows <= MOST_DRAFTED:
+def fits(inputs: LatentInputs, norm: Tensor, kv: LatentView, meta: AttentionMeta) -> bool:
+    """Return True if `attention` can take a step. norm: weight of the latents' norm"""
+    if not decodes_alone(meta):
         return False
-    clusters = len(meta.seq_lens) * (heads // latent_group(heads, rows))
+    (_, heads, _), dim = inputs.q.shape, norm.shape[0]
+    q, given = inputs.q, inputs.given
+    clusters = len(meta.seq_lens) * (heads // latent_group(heads, meta.max_query_len or 1))
     numbers = (q, given, norm, kv.latent, kv.rope)
     return (
         clusters <= MOST_LATENT_CLUSTERS
-        and rows <= meta.decode_len
-        and meta.shared is None
-        and not meta.prompts
-        and meta.row_positions is None
         and kv.scales is None
         and all(one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0 for one in numbers)
         and all(stride % 8 == 0 for stride in (*q.stride()[:2], given.stride(0)))

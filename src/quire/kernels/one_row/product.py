@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels import cuda_source, pdl
+from quire.kernels import pdl
 from quire.kernels.attention.triton_plan import multiprocessors, shared_memory
-from quire.kernels.cuda_source import CudaKernel, CudaSource
+from quire.kernels.cuda_source import CudaKernel, CudaSource, runs_on_hopper
 
 SOURCE = Path(__file__).with_name("product.cu")
 ENABLED = True
@@ -89,17 +89,12 @@ def takes(form: Form, x: Tensor, weight: Weight, act: str, *others: Tensor | Non
     """
     if len(x) != 1 or act not in ("", "silu") or x.shape[1] % 128:
         return False
-    if not ENABLED or x.stride(1) != 1 or not runs_on(x.device):
+    if not ENABLED or x.stride(1) != 1 or not runs_on_hopper(x.device):
         return False
     typed = all(one is None or (one.dtype, one.data_ptr() % 8) == (torch.bfloat16, 0) for one in (x, *others))
     each, units = 16 >> form.gated, units_of(form, weight)
     busy, own = units >= LEAST_BUSY * multiprocessors(), -(-units // multiprocessors())
     return typed and busy and weight.outputs % each == 0 and shared_bytes(form, tiling_of(form), own) <= shared_memory()
-
-
-def runs_on(device: torch.device) -> bool:
-    """Return True if a device runs the kernel: a Hopper GPU. Others were not measured."""
-    return device.type == "cuda" and not cuda_source.missing_on_hopper()
 
 
 def multiply(

@@ -6,9 +6,9 @@ route(logits [T, E], correction [E] float32 or None, routing, live [T] bool or N
     its logits are NaN; those of a token that is not live are -1. Does not wait for the device.
 
 With the feature "norm of few rows":
-route_normed(x [T, K], (norm's weight [K], eps), (router's weight, its bias, correction, expert_scale, exact), routing,
-             live) -> (norm(x) [T, K], (weights, ids)), or None where it has no kernel for x
-    exact   the logits stay float32, else they have the dtype of x
+route_normed(x [T, K], (norm's weight [K], eps), scores, routing, live) -> (norm(x) [T, K], (weights, ids)), or None
+             where it has no kernel for x
+    scores   `Scores`
     Softmax without a correction is chosen by logits: experts whose scores are equal in float32 may be others than those
     of `route`. If a logit is NaN, the ids are as valid as its ids, and others.
 """
@@ -16,6 +16,7 @@ route_normed(x [T, K], (norm's weight [K], eps), (router's weight, its bias, cor
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,21 @@ from torch import Tensor
 from quire.args.experts import Routing
 
 ZIPF = 0.7  # exponent of popularities: the middle one of the simulations in docs/many.md
+
+
+class Scores(NamedTuple):
+    """A router, for `route_normed`.
+
+    weight       [E, K] as its linear kernel has packed it;  bias [E], or None
+    correction   [E] float32, or None;  factors  of experts, `expert_scale`, [E] float32, or None
+    exact        the logits stay float32, else they have the dtype of x
+    """
+
+    weight: Any
+    bias: Tensor | None
+    correction: Tensor | None
+    factors: Tensor | None
+    exact: bool
 
 
 def uniform(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -10,33 +10,18 @@ from __future__ import annotations
 import functools
 from ctypes import Structure, c_float, c_longlong, c_void_p
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.args.experts import Routing
-from quire.kernels import cuda_source, pdl
-from quire.kernels.cuda_source import CudaKernel, CudaSource
+from quire.kernels import pdl
+from quire.kernels.cuda_source import CudaKernel, CudaSource, runs_on_hopper
+from quire.kernels.routing import Scores
 from quire.kernels.routing_plan import MOST_ROWS, Tiling, tiling_of, why_not
 
 SOURCE = Path(__file__).with_name("normed.cu")
 ENABLED = True
-
-
-class Scores(NamedTuple):
-    """A router as the kernel takes it.
-
-    weight       [E, K];  bias [E] of its dtype, or None
-    correction   [E] float32, or None;  factors  of experts [E] float32, or None: see `quire.kernels.routing`
-    exact        logits stay float32
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    correction: Tensor | None
-    factors: Tensor | None
-    exact: bool
 
 
 class _Args(Structure):
@@ -53,7 +38,7 @@ class _Args(Structure):
 def takes(x: Tensor, norm: Tensor, scores: Scores, routing: Routing) -> bool:
     """Return True if the kernel takes rows x [T, K] in bfloat16, with a norm and a router of that dtype."""
     weight, bias = scores.weight, scores.bias
-    if not ENABLED or not 0 < len(x) <= MOST_ROWS or why_not(routing, x.shape[1]) or not runs_on(x.device):
+    if not ENABLED or not 0 < len(x) <= MOST_ROWS or why_not(routing, x.shape[1]) or not runs_on_hopper(x.device):
         return False
     if any(one is not None and one.dtype != torch.bfloat16 for one in (x, norm, weight, bias)):
         return False
@@ -61,11 +46,6 @@ def takes(x: Tensor, norm: Tensor, scores: Scores, routing: Routing) -> bool:
         return False
     aligned = all(one.data_ptr() % 16 == 0 for one in (x, norm, weight)) and x.stride(0) % 8 == 0
     return aligned and x.stride(1) == 1 and weight.is_contiguous()
-
-
-def runs_on(device: torch.device) -> bool:
-    """Return True if a device runs the kernel: a Hopper GPU. Others were not measured."""
-    return device.type == "cuda" and not cuda_source.missing_on_hopper()
 
 
 def route(
@@ -86,9 +66,10 @@ def route(
         *(None if one is None else one.data_ptr() for one in tensors),
         *(x.stride(0), norm[1], routing.normalize_eps, routing.scaling),
     )
+    assert routing.correction == (scores.correction is not None)
     tiling = tiling_of(x.shape[1], routing.num_experts)
     assert tiling is not None, "`why_not` says for which routers there is one"
-    kernel_of(x.shape[1], routing, scores.correction is not None, scores.exact, tiling).launch(
+    kernel_of(x.shape[1], routing, scores.exact).launch(
         (tiling.blocks, rows),
         (tiling.warps * 32,),
         [args],
@@ -105,16 +86,13 @@ def shared_bytes(inputs: int, experts: int, tiling: Tiling) -> int:
 
 
 @functools.cache
-def kernel_of(inputs: int, routing: Routing, corrected: bool, exact: bool, tiling: Tiling) -> CudaKernel:
-    """Return the kernel of a router. corrected: it has a correction; exact: logits stay float32"""
+def kernel_of(inputs: int, routing: Routing, exact: bool) -> CudaKernel:
+    """Return the kernel of a router that `why_not` has nothing against. exact: logits stay float32"""
+    tiling, softmax = tiling_of(inputs, routing.num_experts), routing.scoring == "softmax"
+    assert tiling is not None
+    cancels = routing.normalize and not routing.normalize_eps and not routing.correction
     defines: dict[str, int | str] = {"K": inputs, "EXPERTS": routing.num_experts, "PICKS": routing.top_k}
-    defines |= {
-        "CLUSTER": tiling.blocks,
-        "WARPS": tiling.warps,
-        "SOFTMAX": int(routing.scoring == "softmax"),
-        "CORRECTED": int(corrected),
-    }
-    cancels = routing.normalize and not routing.normalize_eps and not corrected
-    defines |= {"NORMALIZE": int(routing.normalize), "TOTAL": int(routing.scoring == "softmax" and not cancels)}
-    defines |= {"EXACT": int(exact), "KEY": "u64" if exact or corrected else "u32"}
+    defines |= {"CLUSTER": tiling.blocks, "WARPS": tiling.warps, "EXACT": int(exact)}
+    defines |= {"SOFTMAX": int(softmax), "TOTAL": int(softmax and not cancels), "NORMALIZE": int(routing.normalize)}
+    defines |= {"CORRECTED": int(routing.correction), "KEY": "u64" if exact or routing.correction else "u32"}
     return CudaSource(SOURCE, defines).kernel("normed_router")

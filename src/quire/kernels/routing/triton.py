@@ -7,15 +7,13 @@ differ, the lower expert wins among equal scores, and NaN scores choose k differ
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from quire.args.experts import Routing
 from quire.kernels import pdl
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.routing import normed
+from quire.kernels.routing import Scores, normed
 from quire.kernels.triton_runtime import jit, tl
 
 
@@ -65,12 +63,11 @@ def route(
 def route_normed(
     x: Tensor,
     norm: tuple[Tensor, float],
-    router: tuple[Any, Tensor | None, Tensor | None, Tensor | None, bool],
+    scores: Scores,
     routing: Routing,
     live: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     """Norm x, score it and choose its experts in one kernel; None: it is not for x. See `quire.kernels.routing`."""
-    scores = normed.Scores(*router)
     if not isinstance(scores.weight, Tensor) or not normed.takes(x, norm[0], scores, routing):
         return None
     return normed.route(x, norm, scores, routing, live)
